@@ -1,0 +1,208 @@
+"""Every error equivtest raises on purpose.
+
+    EquivtestError                    exit 4: the run is invalid
+    ├── UsageError                    exit 2: the request itself is wrong
+    │   ├── UnknownName               a name that is not registered; lists the known ones
+    │   └── InvalidSetting            a value outside its range
+    ├── KernelError
+    │   ├── KernelUnavailable         the backend cannot be built or loaded here
+    │   ├── UnsupportedSampling       the backend cannot represent a request and refuses it
+    │   ├── InvalidKernelInput        wrong shape, dtype, device or value; names the row
+    │   └── ScratchTooSmall           scratch was allocated for less than the call needs
+    ├── ModelError
+    │   ├── ModelUnavailable          the weights are not here and cannot be fetched
+    │   ├── ChecksumMismatch          the weights are not the ones that were asked for
+    │   └── UnsupportedModel          an architecture or file format this decoder does not read
+    ├── SampleError
+    │   ├── InvalidShard              a samples file that does not follow the schema
+    │   └── MissingSamples            a run lacks rows that its protocol asks for
+    ├── StatisticsError
+    │   ├── InsufficientSamples       too little data for the test that was asked for
+    │   └── ResolutionTooCoarse       too few permutations to reject even one cell
+    └── RunError
+        ├── RunNotFound               no such run folder
+        ├── RunExists                 the run folder already holds a run
+        └── RunMismatch               resuming a run that was started with other settings or code
+
+Each error carries its data as fields and ends with what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class EquivtestError(Exception):
+    """Root of the tree. `exit_code` is what the command line ends with."""
+
+    exit_code = 4
+
+
+class UsageError(EquivtestError):
+    """The request is wrong; nothing was run."""
+
+    exit_code = 2
+
+
+class UnknownName(UsageError):
+    """A name that is not in a registry."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, tuple(sorted(known))
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(self.known) or 'none'}")
+
+
+class InvalidSetting(UsageError):
+    """A value outside its range."""
+
+    def __init__(self, setting: str, value: object, requirement: str) -> None:
+        self.setting, self.value, self.requirement = setting, value, requirement
+        super().__init__(f"{setting} = {value!r}: {requirement}")
+
+
+class KernelError(EquivtestError):
+    """Root of the kernel errors."""
+
+
+class KernelUnavailable(KernelError):
+    """The backend `name` cannot be built or loaded on this machine."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(f"kernel backend {name!r} is not available: {reason}")
+
+
+class UnsupportedSampling(KernelError):
+    """The backend cannot represent a feature of the request; it never approximates."""
+
+    def __init__(self, backend: str, feature: str) -> None:
+        self.backend, self.feature = backend, feature
+        super().__init__(
+            f"kernel backend {backend!r} does not support {feature}; route the request plain or choose another backend"
+        )
+
+
+class InvalidKernelInput(KernelError, ValueError):
+    """A kernel was called with a wrong shape, dtype, device or value. Nothing was written."""
+
+    def __init__(self, op: str, problem: str, *, row: int | None = None, value: object = None) -> None:
+        self.op, self.problem, self.row, self.value = op, problem, row, value
+        where = "" if row is None else f" in row {row}"
+        what = "" if value is None else f" (got {value!r})"
+        super().__init__(f"{op}: {problem}{where}{what}")
+
+
+class ScratchTooSmall(KernelError, ValueError):
+    """The scratch was allocated for a smaller problem than the call."""
+
+    def __init__(self, op: str, needed: str, allocated: str) -> None:
+        self.op, self.needed, self.allocated = op, needed, allocated
+        super().__init__(f"{op}: scratch too small: needs {needed}, allocated for {allocated}")
+
+
+class ModelError(EquivtestError):
+    """Root of the model errors."""
+
+
+class ModelUnavailable(ModelError):
+    """The weights are not on this machine and could not be fetched."""
+
+    def __init__(self, model: str, reason: str, remedy: str) -> None:
+        self.model, self.reason, self.remedy = model, reason, remedy
+        super().__init__(f"model {model!r} is not available: {reason}; {remedy}")
+
+
+class ChecksumMismatch(ModelError):
+    """A file's sha256 is not the expected one."""
+
+    def __init__(self, path: Path, expected: str, actual: str) -> None:
+        self.path, self.expected, self.actual = path, expected, actual
+        super().__init__(f"{path}: sha256 is {actual}, expected {expected}; delete the file and fetch it again")
+
+
+class UnsupportedModel(ModelError):
+    """The architecture or file format is not one the built-in decoder reads."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        self.model, self.reason = model, reason
+        super().__init__(f"cannot load {model}: {reason}")
+
+
+class SampleError(EquivtestError):
+    """Root of the errors about samples on disk."""
+
+
+class InvalidShard(SampleError):
+    """A samples file does not follow the schema."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        self.path, self.problem = path, problem
+        super().__init__(f"{path}: {problem}")
+
+
+class MissingSamples(SampleError):
+    """The run lacks rows that its protocol asks for."""
+
+    def __init__(self, missing: str, remedy: str) -> None:
+        self.missing, self.remedy = missing, remedy
+        super().__init__(f"missing samples: {missing}; {remedy}")
+
+
+class StatisticsError(EquivtestError):
+    """Root of the statistics errors."""
+
+
+class InsufficientSamples(StatisticsError):
+    """Too little data for the test."""
+
+    def __init__(self, test: str, have: int, need: int) -> None:
+        self.test, self.have, self.need = test, have, need
+        super().__init__(f"{test}: {have} samples, needs at least {need}; collect more seeds")
+
+
+class ResolutionTooCoarse(StatisticsError):
+    """1/(B+1) is above q/m: no single cell could be rejected, whatever the data."""
+
+    def __init__(self, num_permutations: int, num_cells: int, q: float) -> None:
+        self.num_permutations, self.num_cells, self.q = num_permutations, num_cells, q
+        needed = int(num_cells / q)
+        super().__init__(
+            f"{num_permutations} permutations cannot reject any of {num_cells} cells at q = {q}; use at least {needed}"
+        )
+
+
+class RunError(EquivtestError):
+    """Root of the errors about run folders."""
+
+
+class RunNotFound(RunError):
+    """There is no run where one was expected."""
+
+    exit_code = 2
+
+    def __init__(self, where: Path, remedy: str) -> None:
+        self.where, self.remedy = where, remedy
+        super().__init__(f"no run at {where}; {remedy}")
+
+
+class RunExists(RunError):
+    """A run folder that should be new already holds a run."""
+
+    exit_code = 2
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        super().__init__(f"{where} already holds a run; add --resume to continue it or choose another --run-dir")
+
+
+class RunMismatch(RunError):
+    """The run on disk was started with other settings or other code than this call."""
+
+    exit_code = 2
+
+    def __init__(self, where: Path, field: str, on_disk: object, asked: object) -> None:
+        self.where, self.field, self.on_disk, self.asked = where, field, on_disk, asked
+        super().__init__(
+            f"{where} cannot be resumed: its {field} is {on_disk!r}, this call has {asked!r}; start a new run"
+        )

@@ -1,0 +1,162 @@
+"""Frozen records that cross rooms. Torch-free: everything here can be read on a machine that only analyses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from equivtest.errors import InvalidSetting
+
+
+class Arm(StrEnum):
+    """One of the four ways a prompt is decoded."""
+
+    OFF = "off"
+    """Plain decoding."""
+    ON = "on"
+    """Speculative decoding: the subject of the test."""
+    ON_NULL = "on_null"
+    """Speculative decoding again with other seeds: the A/A control, which must agree with `on`."""
+    BIASED = "biased"
+    """Speculative decoding with a planted fault: the teeth, which must differ from `off`."""
+
+
+class Origin(StrEnum):
+    """How a token came to be put out."""
+
+    ACCEPTED = "accepted"
+    """A draft token that was kept."""
+    RECOVERED = "recovered"
+    """Drawn from the residual after the first rejection."""
+    BONUS = "bonus"
+    """Drawn from the target after every draft of the round was accepted."""
+    PLAIN = "plain"
+    """Drawn from the target in a step where no draft was offered."""
+
+
+class Word(StrEnum):
+    """The four verdicts."""
+
+    EQUIVALENT = "equivalent"
+    DIFFERENT = "different"
+    INCONCLUSIVE = "inconclusive"
+    INVALID = "invalid"
+
+
+EXIT_CODES: Mapping[Word, int] = {Word.EQUIVALENT: 0, Word.DIFFERENT: 1, Word.INCONCLUSIVE: 3, Word.INVALID: 4}
+"""Exit code of each verdict; 2 is a usage error, and nothing else ever exits 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """One request's sampling law: temperature, then top-k, softmax, top-p, min-p, renormalise."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy (argmax, lowest id on a tie)."""
+    top_k: int = 0
+    """Keep the k largest logits and all ties at the cut; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens with at least this mass, and all ties at the cut."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the largest probability."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InvalidSetting("temperature", self.temperature, "must be finite and at least 0")
+        if self.top_k < 0:
+            raise InvalidSetting("top_k", self.top_k, "must be at least 0 (0 keeps all)")
+        if not 0 < self.top_p <= 1:
+            raise InvalidSetting("top_p", self.top_p, "must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise InvalidSetting("min_p", self.min_p, "must be between 0 and 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Route(NamedTuple):
+    """Whether a request is decoded speculatively, decided before it starts."""
+
+    speculative: bool
+    reason: str
+    """Why the request goes plain; empty on the speculative path."""
+
+    def __str__(self) -> str:
+        return "spec" if self.speculative else f"plain: {self.reason}"
+
+
+SPEC = Route(True, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation to make."""
+
+    prompt_token_ids: tuple[int, ...]
+    """The prompt as token ids; requests with the same prompt share its KV pages."""
+    params: SamplingParams
+    """The sampling law."""
+    stream_key: int
+    """64-bit key of this request's random streams (`rng.stream_key`)."""
+    max_tokens: int
+    """Number of tokens to generate; end-of-text does not stop a request."""
+    seed: int | None = None
+    """The user's wish for replay: the same seed gives the same text in any batch. None for protocol samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One finished request: parallel arrays of length num_tokens, one entry per generated position."""
+
+    token_ids: npt.NDArray[np.int32]
+    origins: tuple[Origin, ...]
+    slots: npt.NDArray[np.int8]
+    """Index in the draft block the token came out at: 0..K-1, num_draft for bonus, -1 for plain."""
+    draft_token_ids: npt.NDArray[np.int32]
+    """The draft offered at this position; -1 where none was (bonus and plain)."""
+    steps: npt.NDArray[np.int32]
+    """Index of the batch step that put the token out."""
+    batch_rows: npt.NDArray[np.int32]
+    """Row of the request in the batch at that step."""
+    num_drafts: npt.NDArray[np.int8]
+    """Drafts offered to the request at that step."""
+    route: Route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One test's result. Fields that a test does not define are None; no field is ever NaN."""
+
+    family: str
+    """marginal, joint or law."""
+    name: str
+    """The test within its family."""
+    stratum: str
+    """What it was computed on, for instance "off vs on / topp95"."""
+    statistic: float
+    df: float | None = None
+    p_value: float
+    estimate: float | None = None
+    """Effect size in the unit that `method` names."""
+    ci_low: float | None = None
+    ci_high: float | None = None
+    margin: float | None = None
+    """Equivalence margin that the interval must lie inside, if the test bears one."""
+    num_tokens: int
+    method: str
+    """How the p-value and the estimate were computed, in one phrase."""
+
+    def __post_init__(self) -> None:
+        for field in ("statistic", "df", "p_value", "estimate", "ci_low", "ci_high", "margin"):
+            value = getattr(self, field)
+            if value is not None and math.isnan(value):
+                raise InvalidSetting(f"Evidence.{field}", value, f"{self.family}/{self.name} must not be NaN")
+        if not 0 <= self.p_value <= 1:
+            raise InvalidSetting("Evidence.p_value", self.p_value, f"{self.family}/{self.name} must be in [0, 1]")
