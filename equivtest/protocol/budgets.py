@@ -1,0 +1,41 @@
+"""How much to run: a budget fixes prompts, positions, seeds and the planted fault that it must be able to see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from equivtest.errors import UnknownName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Size of a run."""
+
+    name: str
+    num_prompts: int
+    """The first so many prompts of the set."""
+    num_positions: int
+    """Generated tokens per sample."""
+    num_seeds: int
+    """Samples per arm, config and prompt."""
+    epsilon: float
+    """Default acceptance bias of the biased arm. A budget plants a fault of the size that it claims to find: a smoke
+    run sees gross faults only, and its teeth say so."""
+
+
+BUDGETS: Mapping[str, Budget] = {
+    budget.name: budget
+    for budget in (
+        Budget(name="smoke", num_prompts=2, num_positions=16, num_seeds=64, epsilon=0.5),
+        Budget(name="gate", num_prompts=8, num_positions=32, num_seeds=256, epsilon=0.1),
+        Budget(name="audit", num_prompts=8, num_positions=32, num_seeds=1024, epsilon=0.1),
+    )
+}
+
+
+def get_budget(name: str) -> Budget:
+    """The budget of that name. Raises UnknownName."""
+    if name not in BUDGETS:
+        raise UnknownName("budget", name, BUDGETS)
+    return BUDGETS[name]

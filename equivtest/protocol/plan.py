@@ -1,0 +1,181 @@
+"""What one run generates: which samples, in which batches, from which random streams."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from equivtest.errors import InvalidSetting
+from equivtest.protocol.budgets import Budget
+from equivtest.protocol.configs import CONFIGS
+from equivtest.protocol.prompts import Prompt, PromptSet
+from equivtest.records import Arm
+from equivtest.rng import stream_key
+
+BATCH_SAMPLES = 256
+"""Samples generated together. Part of the protocol: in bfloat16 the batch shape moves logits by rounding, so a resumed
+run must cut its work into the same batches to give the same bytes."""
+
+CONFIRMATION_FACTOR = 4
+"""Stage 2 draws this many times the seeds of stage 1, all fresh."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stratum:
+    """Consecutive seeds of one arm, config and prompt: the content of one file of samples."""
+
+    arm: Arm
+    config: str
+    prompt_id: str
+    seed_start: int
+    seed_stop: int
+    """One past the last seed."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.seed_stop - self.seed_start
+
+
+Batch = tuple[Stratum, ...]
+"""Strata of one arm and config that are generated together, at most BATCH_SAMPLES samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """The whole of a run, before anything is generated."""
+
+    prompts: tuple[Prompt, ...]
+    prompt_set: str
+    prompt_set_sha256: str
+    configs: tuple[str, ...]
+    budget: str
+    num_positions: int
+    num_seeds: int
+    epsilon: float
+    run_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.configs:
+            raise InvalidSetting("config", self.configs, "name at least one")
+        if not self.prompts:
+            raise InvalidSetting("prompts", self.prompt_set, "the set is empty")
+        if self.num_seeds < 2:
+            raise InvalidSetting("seeds", self.num_seeds, "needs at least 2 samples an arm")
+        if self.num_positions < 1:
+            raise InvalidSetting("positions", self.num_positions, "must be at least 1")
+        if not 0 < self.epsilon <= 1:
+            raise InvalidSetting("epsilon", self.epsilon, "must be above 0 and at most 1")
+
+    @classmethod
+    def build(
+        cls,
+        prompt_set: PromptSet,
+        configs: tuple[str, ...],
+        budget: Budget,
+        *,
+        epsilon: float | None = None,
+        run_seed: int = 0,
+    ) -> Protocol:
+        """The protocol of a budget; `epsilon` None takes the budget's own."""
+        return cls(
+            prompts=prompt_set.prompts[: budget.num_prompts],
+            prompt_set=prompt_set.name,
+            prompt_set_sha256=prompt_set.sha256,
+            configs=configs,
+            budget=budget.name,
+            num_positions=budget.num_positions,
+            num_seeds=budget.num_seeds,
+            epsilon=budget.epsilon if epsilon is None else epsilon,
+            run_seed=run_seed,
+        )
+
+    def batches(self) -> Iterator[Batch]:
+        """Stage 1: every arm of every config, cut into batches that do not depend on what is already on disk."""
+        for config in self.configs:
+            for arm in Arm:
+                yield from _pack(
+                    Stratum(arm=arm, config=config, prompt_id=prompt.id, seed_start=start, seed_stop=stop)
+                    for prompt in self.prompts
+                    for start, stop in _blocks(0, self.num_seeds)
+                )
+
+    @property
+    def confirmation_seeds(self) -> tuple[int, int]:
+        """First seed and one past the last of stage 2."""
+        return self.num_seeds, self.num_seeds * (1 + CONFIRMATION_FACTOR)
+
+    def confirmation_batches(self, arms: tuple[Arm, Arm], strata: frozenset[tuple[str, str]]) -> Iterator[Batch]:
+        """Stage 2: fresh seeds of two arms for the flagged (config, prompt_id) pairs, one pair a batch sequence."""
+        for config, prompt_id in sorted(strata):
+            for arm in arms:
+                yield from _pack(
+                    Stratum(arm=arm, config=config, prompt_id=prompt_id, seed_start=start, seed_stop=stop)
+                    for start, stop in _blocks(*self.confirmation_seeds)
+                )
+
+    def stream_key(self, arm: Arm, config: str, prompt_id: str, seed: int) -> int:
+        """The key of one sample's random streams; arms never share one."""
+        return stream_key(self.run_seed, arm, config, prompt_id, seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-safe description, also what the fingerprint covers."""
+        return {
+            "prompt_set": self.prompt_set,
+            "prompt_set_sha256": self.prompt_set_sha256,
+            "prompts": [
+                {"id": prompt.id, "messages": [{"role": r, "content": c} for r, c in prompt.messages]}
+                for prompt in self.prompts
+            ],
+            "configs": {
+                name: {field: getattr(CONFIGS[name], field) for field in ("temperature", "top_k", "top_p", "min_p")}
+                for name in self.configs
+            },
+            "budget": self.budget,
+            "num_positions": self.num_positions,
+            "num_seeds": self.num_seeds,
+            "epsilon": self.epsilon,
+            "run_seed": self.run_seed,
+            "batch_samples": BATCH_SAMPLES,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Protocol:
+        """The protocol that a manifest describes."""
+        return cls(
+            prompts=tuple(
+                Prompt(id=prompt["id"], messages=tuple((m["role"], m["content"]) for m in prompt["messages"]))
+                for prompt in data["prompts"]
+            ),
+            configs=tuple(data["configs"]),
+            **{
+                field: data[field]
+                for field in (
+                    "prompt_set", "prompt_set_sha256", "budget", "num_positions", "num_seeds", "epsilon", "run_seed"
+                )
+            },
+        )  # fmt: skip
+
+
+def fingerprint(protocol: Protocol, subject: Mapping[str, Any]) -> str:
+    """Names a protocol and the engine it ran on: two runs with one fingerprint asked the same question."""
+    content = json.dumps({"protocol": protocol.to_dict(), "subject": subject}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, BATCH_SAMPLES):
+        yield first, min(first + BATCH_SAMPLES, stop)
+
+
+def _pack(strata: Iterator[Stratum]) -> Iterator[Batch]:
+    batch: list[Stratum] = []
+    for stratum in strata:
+        if batch and sum(s.num_samples for s in batch) + stratum.num_samples > BATCH_SAMPLES:
+            yield tuple(batch)
+            batch = []
+        batch.append(stratum)
+    if batch:
+        yield tuple(batch)
