@@ -1,0 +1,223 @@
+"""A paged cache of keys and values, with pages shared between sequences by reference count.
+
+Which page belongs to whom is kept in numpy arrays on the host and every call is vectorised over sequences. A page is
+written only by a sequence that holds it alone: `extend` first copies a shared last page (copy on write), so a forked
+sequence never changes its parent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from equivtest.decoder.config import ModelConfig
+from equivtest.errors import InvalidSetting, ModelError
+
+IntArray = npt.NDArray[np.int64]
+
+
+class CacheFull(ModelError):
+    """The cache has fewer free pages (or sequences) than the call needs; the call changed nothing."""
+
+    def __init__(self, what: str, need: int, have: int) -> None:
+        self.what, self.need, self.have = what, need, have
+        super().__init__(f"KV cache is full: needs {need} {what}, has {have} free; use a smaller batch or a larger one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaggedBatch:
+    """Where the rows of one forward go and what they see. All tensors are on the cache's device.
+
+    The B sequences have their new rows side by side: rows query_start[b] : query_start[b + 1] are sequence b's.
+    """
+
+    page_table: Tensor  # int32 [B, max_pages]
+    """Pages of each sequence; entries past its length are arbitrary."""
+    kv_lens: Tensor  # int32 [B]
+    """Length of each sequence, the new rows included."""
+    query_start: Tensor  # int32 [B + 1]
+    slots: Tensor  # int64 [num_rows]
+    """Where each new row is written: page * page_size + offset."""
+    positions: Tensor  # int64 [num_rows]
+    """Position of each new row in its sequence."""
+
+
+class PagedKVCache:
+    """Keys and values of up to `max_sequences` sequences in `num_pages` pages of `page_size` tokens.
+
+    Sequences are named by small integers from `new_sequence` and `fork`; lengths are in tokens.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        max_sequences: int,
+        page_size: int = 16,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, value in (("num_pages", num_pages), ("max_sequences", max_sequences), ("page_size", page_size)):
+            if value < 1:
+                raise InvalidSetting(name, value, "must be at least 1")
+        self.page_size = page_size
+        self.max_length = min(config.max_position, num_pages * page_size)
+        """Longest sequence that could ever fit."""
+        # Zeros, so that a backend that reads a whole page and masks never meets a NaN.
+        self.pages = torch.zeros(
+            config.num_layers, num_pages, 2, page_size, config.num_kv_heads, config.head_dim, dtype=dtype, device=device
+        )
+        """[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]; keys at [:, :, 0], values at [:, :, 1]."""
+        self._table = np.zeros((max_sequences, -(-self.max_length // page_size)), dtype=np.int32)
+        self._lengths = np.full(max_sequences, -1, dtype=np.int64)  # -1: not in use
+        self._references = np.zeros(num_pages, dtype=np.int32)
+        self._free_pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._num_free_pages = num_pages
+        self._free_sequences = list(range(max_sequences - 1, -1, -1))
+
+    @property
+    def num_free_pages(self) -> int:
+        return self._num_free_pages
+
+    @property
+    def num_free_sequences(self) -> int:
+        return len(self._free_sequences)
+
+    def new_sequence(self) -> int:
+        """An empty sequence. Raises CacheFull."""
+        if not self._free_sequences:
+            raise CacheFull("sequences", 1, 0)
+        sequence = self._free_sequences.pop()
+        self._lengths[sequence] = 0
+        return sequence
+
+    def fork(self, sequence: int) -> int:
+        """A sequence with the same contents that shares every page until one of them is extended. Raises CacheFull."""
+        length = int(self.lengths(np.array([sequence]))[0])
+        copy = self.new_sequence()
+        num_pages = -(-length // self.page_size)
+        self._table[copy, :num_pages] = self._table[sequence, :num_pages]
+        self._references[self._table[copy, :num_pages]] += 1
+        self._lengths[copy] = length
+        return copy
+
+    def lengths(self, sequences: IntArray) -> IntArray:
+        """Tokens in each of `sequences`. Raises InvalidSetting for one that is not in use."""
+        sequences = np.asarray(sequences, dtype=np.int64)
+        known = (sequences >= 0) & (sequences < len(self._lengths))
+        lengths = np.where(known, self._lengths[np.where(known, sequences, 0)], -1)
+        if (lengths < 0).any():
+            raise InvalidSetting("sequence", int(sequences[lengths < 0][0]), "is not in use")
+        return lengths
+
+    def extend(self, sequences: IntArray, num_new: IntArray) -> RaggedBatch:
+        """Make room for `num_new[b]` more tokens of each sequence and say where their rows go.
+
+        sequences: int [B], distinct. num_new: int [B], at least 1 each. The next forward must write the rows.
+        Raises CacheFull, or InvalidSetting for a sequence past the longest length; then nothing has changed.
+        """
+        sequences, num_new = np.asarray(sequences, dtype=np.int64), np.asarray(num_new, dtype=np.int64)
+        old = self._distinct_lengths(sequences)
+        if num_new.shape != sequences.shape or (num_new < 1).any():
+            raise InvalidSetting("num_new", num_new.tolist(), "must have one entry of at least 1 per sequence")
+        new = old + num_new
+        if (new > self.max_length).any():
+            raise InvalidSetting("sequence length", int(new.max()), f"must be at most {self.max_length} tokens")
+        old_pages, new_pages = -(-old // self.page_size), -(-new // self.page_size)
+        copies = self._shared_last_pages(sequences, old)
+        num_added = int((new_pages - old_pages).sum())
+        taken = self._take(num_added + len(copies))
+        self._copy_last_pages(sequences[copies], old_pages[copies] - 1, taken[num_added:])
+        rows, offsets = _ragged_arange(new_pages - old_pages)
+        self._table[sequences[rows], old_pages[rows] + offsets] = taken[:num_added]
+        self._lengths[sequences] = new
+        return self._batch(sequences, old, num_new)
+
+    def truncate(self, sequences: IntArray, lengths: IntArray) -> None:
+        """Cut each sequence back to `lengths[b]` tokens (int [B], at most what it has), releasing pages."""
+        sequences, lengths = np.asarray(sequences, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+        old = self._distinct_lengths(sequences)
+        if lengths.shape != sequences.shape or (lengths < 0).any() or (lengths > old).any():
+            raise InvalidSetting("lengths", lengths.tolist(), f"must be between 0 and {old.tolist()}")
+        self._release(sequences, -(-lengths // self.page_size), -(-old // self.page_size))
+        self._lengths[sequences] = lengths
+
+    def free(self, sequences: IntArray) -> None:
+        """Give up sequences; their numbers may be handed out again."""
+        sequences = np.asarray(sequences, dtype=np.int64)
+        self.truncate(sequences, np.zeros_like(sequences))
+        self._lengths[sequences] = -1
+        self._free_sequences.extend(sequences[::-1].tolist())
+
+    def _distinct_lengths(self, sequences: IntArray) -> IntArray:
+        if sequences.ndim != 1 or len(np.unique(sequences)) != len(sequences):
+            raise InvalidSetting("sequences", sequences.tolist(), "must be distinct, one dimension")
+        return self.lengths(sequences)
+
+    def _shared_last_pages(self, sequences: IntArray, lengths: IntArray) -> IntArray:
+        """Indices into `sequences` of those whose partial last page must be copied before it is written."""
+        partial = np.flatnonzero(lengths % self.page_size)
+        pages = self._table[sequences[partial], lengths[partial] // self.page_size]
+        shared = self._references[pages] > 1
+        partial, pages = partial[shared], pages[shared]
+        # When every holder of a page is extended in this call, the first one may keep it.
+        unique, first, holders = np.unique(pages, return_index=True, return_counts=True)
+        keeps = first[holders == self._references[unique]]
+        return np.delete(partial, keeps)
+
+    def _copy_last_pages(self, sequences: IntArray, columns: IntArray, copies: npt.NDArray[np.int32]) -> None:
+        if not len(copies):
+            return
+        originals = self._table[sequences, columns]
+        self._table[sequences, columns] = copies
+        np.subtract.at(self._references, originals, 1)  # never to 0: extend leaves one holder
+        source, target = self._tensor(originals).long(), self._tensor(copies).long()
+        for layer in self.pages:  # a layer at a time: the temporary stays small
+            layer.index_copy_(0, target, layer.index_select(0, source))
+
+    def _take(self, count: int) -> npt.NDArray[np.int32]:
+        if count > self._num_free_pages:
+            raise CacheFull("pages", count, self._num_free_pages)
+        self._num_free_pages -= count
+        taken = self._free_pages[self._num_free_pages : self._num_free_pages + count][::-1].copy()
+        self._references[taken] = 1
+        return taken
+
+    def _release(self, sequences: IntArray, first: IntArray, last: IntArray) -> None:
+        """Drop the references to table columns first[b] : last[b]."""
+        rows, offsets = _ragged_arange(last - first)
+        pages = self._table[sequences[rows], first[rows] + offsets]
+        np.subtract.at(self._references, pages, 1)
+        pages = np.unique(pages)
+        freed = pages[self._references[pages] == 0]
+        self._free_pages[self._num_free_pages : self._num_free_pages + len(freed)] = freed
+        self._num_free_pages += len(freed)
+
+    def _batch(self, sequences: IntArray, old: IntArray, num_new: IntArray) -> RaggedBatch:
+        new = old + num_new
+        rows, offsets = _ragged_arange(num_new)
+        positions = old[rows] + offsets
+        page = self._table[sequences[rows], positions // self.page_size].astype(np.int64)
+        columns = -(-int(new.max(initial=0)) // self.page_size)
+        return RaggedBatch(
+            page_table=self._tensor(self._table[sequences, :columns]),
+            kv_lens=self._tensor(new.astype(np.int32)),
+            query_start=self._tensor(np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)),
+            slots=self._tensor(page * self.page_size + positions % self.page_size),
+            positions=self._tensor(positions),
+        )
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.pages.device)
+
+
+def _ragged_arange(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """For counts [2, 0, 3]: the entry each element belongs to, [0, 0, 2, 2, 2], and its rank in it, [0, 1, 0, 1, 2]."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(counts)
+    return rows, np.arange(len(rows)) - np.repeat(ends - counts, counts)
