@@ -1,0 +1,86 @@
+"""The columns of a samples file: one row per generated token, sorted by seed and position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import pyarrow as pa
+
+SCHEMA_VERSION = 1
+"""Raised when a column changes its name, type or meaning; a file of another version is refused, never guessed at."""
+
+VERSION_KEY = b"equivtest.samples.version"
+"""Key of the version in the metadata of the arrow schema."""
+
+COLUMN_DOCS: Mapping[str, str] = MappingProxyType(
+    {
+        "arm": "off (plain decoding), on (speculative), on_null (speculative, other seeds) or biased (planted fault)",
+        "config": "name of the sampling configuration",
+        "prompt_id": "id of the prompt within its set",
+        "seed": "replicate number of the sample within (arm, config, prompt_id)",
+        "position": "index of the generated token, 0 for the first token after the prompt",
+        "token_id": "the token put out",
+        "origin": "accepted, recovered, bonus or plain: how the token came to be put out",
+        "slot": "index in the draft block: 0..num_draft-1, num_draft for bonus, -1 for plain",
+        "draft_token_id": "the draft offered at this position; null for bonus and plain",
+        "step": "index of the batch step that put the token out",
+        "batch_row": "row of the request in the batch at that step",
+        "num_draft": "drafts offered to the request at that step",
+        "route": "spec, or plain: and the reason why the request does not go the speculative way",
+    }
+)
+"""What each column holds, in the order of the file; also written into the metadata of each field."""
+
+_NAME = pa.dictionary(pa.int32(), pa.string())
+_TYPES: Mapping[str, pa.DataType] = MappingProxyType(
+    {
+        "arm": _NAME,
+        "config": _NAME,
+        "prompt_id": _NAME,
+        "seed": pa.int32(),
+        "position": pa.int32(),
+        "token_id": pa.int32(),
+        "origin": _NAME,
+        "slot": pa.int8(),
+        "draft_token_id": pa.int32(),
+        "step": pa.int32(),
+        "batch_row": pa.int32(),
+        "num_draft": pa.int8(),
+        "route": _NAME,
+    }
+)
+
+NULLABLE = frozenset({"draft_token_id"})
+"""The columns that may hold nulls."""
+
+SAMPLES_SCHEMA = pa.schema(
+    [
+        pa.field(name, _TYPES[name], nullable=name in NULLABLE, metadata={"description": description})
+        for name, description in COLUMN_DOCS.items()
+    ],
+    metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
+)
+"""The arrow schema of every samples file."""
+
+
+def schema_problem(schema: pa.Schema) -> str | None:
+    """What is wrong with the schema of a samples file, or None. Descriptions of columns are not compared."""
+    version = (schema.metadata or {}).get(VERSION_KEY)
+    if version is None:
+        return f"no {VERSION_KEY.decode()} in its metadata: not a samples file"
+    if version != str(SCHEMA_VERSION).encode():
+        return f"schema version {version.decode(errors='replace')}, this program reads version {SCHEMA_VERSION}"
+    missing = [name for name in SAMPLES_SCHEMA.names if name not in schema.names]
+    if missing:
+        return f"missing columns: {', '.join(missing)}"
+    unknown = [name for name in schema.names if name not in SAMPLES_SCHEMA.names]
+    if unknown:
+        return f"unknown columns: {', '.join(unknown)}"
+    if schema.names != SAMPLES_SCHEMA.names:
+        return f"columns in the order {', '.join(schema.names)}; the schema has {', '.join(SAMPLES_SCHEMA.names)}"
+    for expected in SAMPLES_SCHEMA:
+        actual = schema.field(expected.name)
+        if actual.type != expected.type:
+            return f"column {expected.name} has type {actual.type}, the schema has {expected.type}"
+    return None

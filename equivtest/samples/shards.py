@@ -1,0 +1,175 @@
+"""Samples files: their names, how one is written so that a killed run never leaves half of one, and what resume means.
+
+A shard holds a run of seeds of one (arm, config, prompt). It is written under a temporary name in its own folder,
+synced and renamed, so whatever carries the final name is whole. A shard that exists and validates is never generated
+again: that is all that resume is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from equivtest.errors import InvalidShard
+from equivtest.records import Generation, Origin
+from equivtest.samples.keys import ShardKey, find_shards
+from equivtest.samples.schema import SAMPLES_SCHEMA
+from equivtest.samples.validate import check_rows, read_shard_table
+
+__all__ = [
+    "ShardKey",
+    "atomic_file",
+    "find_shards",
+    "remove_stale_temporaries",
+    "shard_is_done",
+    "validate_shard",
+    "write_shard",
+]
+
+_LOG = logging.getLogger(__name__)
+
+_ROW_GROUP_ROWS = 65_536
+_COMPRESSION_LEVEL = 3
+_TEMPORARY_SUFFIX = ".tmp"
+_ORIGIN_CODES = {origin: code for code, origin in enumerate(Origin)}
+
+
+def write_shard(run_dir: Path, key: ShardKey, generations: Sequence[Generation]) -> Path:
+    """Write the generations of seeds `seed_start..seed_stop-1`, in that order, and return the path of the shard.
+
+    The rows are validated before anything is written. The same rows give the same bytes (with one version of
+    pyarrow). A process killed at any moment leaves the previous file, or none, or the whole new one under the name.
+    Raises InvalidShard when the generations do not make a valid shard.
+    """
+    path = key.path(run_dir)
+    if len(generations) != key.num_seeds:
+        raise InvalidShard(path, f"{len(generations)} generations for {key.num_seeds} seeds")
+    lengths = sorted({len(generation.token_ids) for generation in generations})
+    if len(lengths) != 1:
+        raise InvalidShard(path, f"generations of different lengths: {', '.join(map(str, lengths))}")
+    table = _to_table(path, key, generations, lengths[0])
+    check_rows(path, table, key, lengths[0])
+    with atomic_file(path) as sink:
+        pq.write_table(
+            table,
+            sink,
+            version="2.6",
+            compression="zstd",
+            compression_level=_COMPRESSION_LEVEL,
+            row_group_size=_ROW_GROUP_ROWS,
+            write_page_checksum=True,
+        )
+    return path
+
+
+def validate_shard(path: Path, key: ShardKey, num_positions: int) -> None:
+    """Raise InvalidShard with the exact problem unless the file holds precisely the samples of `key`.
+
+    Checks that the file is whole (page checksums included), the schema and its version, nulls, keys, that each seed has
+    each position once and in order, and that origin, slot and draft agree with each other.
+    """
+    check_rows(path, read_shard_table(path), key, num_positions)
+
+
+def shard_is_done(path: Path, key: ShardKey, num_positions: int) -> bool:
+    """Whether the shard exists and validates. An invalid one is reported by a log warning and counts as not done."""
+    if not path.exists():
+        return False
+    try:
+        validate_shard(path, key, num_positions)
+    except InvalidShard as invalid:
+        _LOG.warning("generating again: %s", invalid)
+        return False
+    return True
+
+
+def remove_stale_temporaries(run_dir: Path) -> tuple[Path, ...]:
+    """Delete the temporary files that killed runs left, and return their paths, sorted.
+
+    Call it before collecting: a run folder has one writer at a time.
+    """
+    stale = tuple(sorted((run_dir / "samples").rglob(f".*{_TEMPORARY_SUFFIX}")))
+    for path in stale:
+        path.unlink()
+        _LOG.info("removed the temporary file of a killed run: %s", path)
+    return stale
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file that appears under `path`, whole and synced, when the block ends, and never when it raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
+    try:
+        with temporary.open("wb") as sink:
+            yield sink
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _to_table(path: Path, key: ShardKey, generations: Sequence[Generation], num_positions: int) -> pa.Table:
+    """Rows of SAMPLES_SCHEMA, sorted by seed and position."""
+    num_rows = len(generations) * num_positions
+    routes = {route: code for code, route in enumerate(dict.fromkeys(str(g.route) for g in generations))}
+    route_codes = [routes[str(g.route)] for g in generations]
+    draft_ids = _concatenate(path, "draft_token_ids", [g.draft_token_ids for g in generations], num_rows)
+    origins = [_ORIGIN_CODES[origin] for g in generations for origin in g.origins]
+    columns = {
+        "arm": _constant(key.arm, num_rows),
+        "config": _constant(key.config, num_rows),
+        "prompt_id": _constant(key.prompt_id, num_rows),
+        "seed": np.repeat(np.arange(key.seed_start, key.seed_stop), num_positions),
+        "position": np.tile(np.arange(num_positions), len(generations)),
+        "token_id": _concatenate(path, "token_ids", [g.token_ids for g in generations], num_rows),
+        "origin": _dictionary(_concatenate(path, "origins", [np.asarray(origins)], num_rows), [*Origin]),
+        "slot": _concatenate(path, "slots", [g.slots for g in generations], num_rows),
+        "draft_token_id": pa.array(draft_ids, pa.int32(), mask=draft_ids == -1),
+        "step": _concatenate(path, "steps", [g.steps for g in generations], num_rows),
+        "batch_row": _concatenate(path, "batch_rows", [g.batch_rows for g in generations], num_rows),
+        "num_draft": _concatenate(path, "num_drafts", [g.num_drafts for g in generations], num_rows),
+        "route": _dictionary(np.repeat(route_codes, num_positions), list(routes)),
+    }
+    arrays = [
+        values if isinstance(values, pa.Array) else pa.array(values).cast(SAMPLES_SCHEMA.field(name).type)
+        for name, values in columns.items()
+    ]
+    return pa.Table.from_arrays(arrays, schema=SAMPLES_SCHEMA)
+
+
+def _concatenate(
+    path: Path, name: str, arrays: Sequence[npt.NDArray[np.integer]], num_rows: int
+) -> npt.NDArray[np.integer]:
+    joined = np.concatenate(arrays)
+    if len(joined) != num_rows:
+        raise InvalidShard(path, f"{name} has {len(joined)} entries for {num_rows} tokens")
+    return joined
+
+
+def _constant(value: str, num_rows: int) -> pa.DictionaryArray:
+    return _dictionary(np.zeros(num_rows, dtype=np.int32), [value])
+
+
+def _dictionary(codes: npt.NDArray[np.integer], values: Sequence[str]) -> pa.DictionaryArray:
+    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array([str(v) for v in values]))
