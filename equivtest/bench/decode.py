@@ -1,0 +1,268 @@
+"""Plain decoding against transformers on the same weights, side by side: whole steps, and forward passes alone."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equivtest.decoder.config import ModelConfig
+from equivtest.decoder.kv_cache import PagedKVCache
+from equivtest.decoder.model import Model
+from equivtest.decoder.weights import Checkpoint
+from equivtest.errors import InvalidSetting, UnsupportedModel, UsageError
+from equivtest.kernels.contract import KernelBackend, RowParams, Streams
+from equivtest.records import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """Times of single decoding steps of the whole batch."""
+
+    name: str
+    median_s: float
+    best_s: float
+    num_steps: int
+    tokens_per_s: float
+    """Batch over median_s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBench:
+    """What was measured, on what."""
+
+    batch: int
+    context: int
+    """Tokens in the cache of each sequence when the first timed step begins, less the warm-up steps."""
+    dtype: str
+    threads: int
+    shared_prompt: bool
+    """Our sequences share the pages of one prompt, as the samples of a protocol do; transformers cannot."""
+    params: SamplingParams
+    backend: str
+    step: StepTiming
+    """Ours: forward, head, filter and draw."""
+    forward: StepTiming
+    """Ours: forward and head alone."""
+    hf_step: StepTiming
+    """A step of transformers' `generate` under the same params."""
+    hf_forward: StepTiming
+    """transformers' forward and head alone, with its own cache."""
+    step_ratio: float
+    """Our tokens per second over transformers', whole steps."""
+    forward_ratio: float
+    """The same for forward passes alone."""
+    versions: dict[str, str]
+    cpu: str
+
+
+def bench_decode(
+    checkpoint: Checkpoint,
+    backend: KernelBackend,
+    *,
+    batch: int = 256,
+    context: int = 60,
+    steps: int = 8,
+    dtype: torch.dtype = torch.bfloat16,
+    threads: int = 2,
+    shared_prompt: bool = True,
+    params: SamplingParams | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> DecodeBench:
+    """Time both decoders, one after the other in each of two rounds. Raises UsageError without transformers."""
+    for name, value in (("batch", batch), ("context", context), ("steps", steps), ("threads", threads)):
+        if value < 1:
+            raise InvalidSetting(name, value, "must be at least 1")
+    params = params or SamplingParams(temperature=0.8, top_p=0.95)
+    tell = on_progress or (lambda line: None)
+    config = checkpoint.config
+    prompt = torch.randint(config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
+    with _threads(threads):
+        ours = Model(config, checkpoint.weights, backend, dtype=dtype)
+        theirs = transformers_model(config, checkpoint.weights, dtype=dtype)
+        step, forward, hf_step, hf_forward = [], [], [], []
+        for round_ in (1, 2):
+            tell(f"round {round_} of 2: equivtest")
+            step += _our_steps(ours, prompt, batch, steps, params, shared_prompt)
+            forward += _our_steps(ours, prompt, batch, steps, None, shared_prompt)
+            tell(f"round {round_} of 2: transformers")
+            hf_forward += _hf_forwards(theirs, prompt, batch, steps)
+            hf_step += _hf_steps(theirs, prompt, batch, steps, params)
+    timings = {
+        name: _timing(name, seconds, batch)
+        for name, seconds in (
+            ("step", step),
+            ("forward", forward),
+            ("hf_step", hf_step),
+            ("hf_forward", hf_forward),
+        )
+    }
+    return DecodeBench(
+        batch=batch,
+        context=context,
+        dtype=str(dtype).removeprefix("torch."),
+        threads=threads,
+        shared_prompt=shared_prompt,
+        params=params,
+        backend=backend.name,
+        step_ratio=timings["hf_step"].median_s / timings["step"].median_s,
+        forward_ratio=timings["hf_forward"].median_s / timings["forward"].median_s,
+        versions={name: version(name) for name in ("equivtest", "torch", "transformers")},
+        cpu=_cpu_name(),
+        **timings,
+    )
+
+
+def transformers_model(config: ModelConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> PreTrainedModel:
+    """The same model in Hugging Face transformers. Raises UsageError when transformers is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        message = "transformers is not installed; run: pip install 'equivtest[test]'"
+        raise UsageError(message) from error
+    classes: dict[str, tuple[Any, Any]] = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }
+    if config.rope_divisors:
+        raise UnsupportedModel(config.architecture, "a model with rope scaling cannot be rebuilt in transformers")
+    config_class, model_class = classes[config.architecture]
+    model = model_class(
+        config_class(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            rope_theta=config.rope_theta,
+            rms_norm_eps=config.rms_norm_eps,
+            tie_word_embeddings=config.tied_embeddings,
+            max_position_embeddings=config.max_position,
+        )
+    )
+    weights = dict(weights)
+    if config.tied_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    return model.to(dtype).eval()  # type: ignore[no-any-return]
+
+
+def _our_steps(
+    model: Model, prompt: Tensor, batch: int, steps: int, params: SamplingParams | None, shared_prompt: bool
+) -> list[float]:
+    """Seconds of each step; with `params` None, of the forward and the head alone."""
+    config, total = model.config, len(prompt) + steps + _WARM_UP_STEPS
+    kv = PagedKVCache(config, num_pages=batch * -(-total // 16), max_sequences=batch, dtype=model.dtype)
+    sequences = np.array([kv.new_sequence()])
+    model.forward(prompt, kv.extend(sequences, np.array([len(prompt)])), kv)
+    while len(sequences) < batch:
+        sequences = np.append(sequences, kv.fork(int(sequences[0])))
+    if not shared_prompt:
+        _unshare(kv, sequences)
+    rows = RowParams.of([params or SamplingParams()] * batch)
+    probs = torch.empty(batch, config.vocab_size)
+    tokens = prompt[-1:].repeat(batch)
+    keys = torch.arange(batch)
+    seconds = []
+    for position in range(steps + _WARM_UP_STEPS):
+        start = time.perf_counter()
+        logits = model.logits(model.forward(tokens, kv.extend(sequences, np.ones_like(sequences)), kv))
+        if params is not None:
+            model.backend.verify_probs(logits, rows, out=probs)
+            streams = Streams(keys=keys, positions=torch.full((batch,), position))
+            model.backend.sample(probs, streams, out=tokens)
+        seconds.append(time.perf_counter() - start)
+    return seconds[_WARM_UP_STEPS:]
+
+
+def _unshare(kv: PagedKVCache, sequences: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """Give each sequence its own copy of the first one's pages."""
+    lengths = kv.lengths(sequences)
+    first = kv.extend(sequences[:1], np.ones(1, dtype=np.int64)).page_table[0].long()
+    kv.truncate(sequences[:1], lengths[:1])
+    contents = kv.pages[:, first]
+    for sequence in sequences[1:]:
+        kv.truncate(np.array([sequence]), np.zeros(1, dtype=np.int64))
+        own = kv.extend(np.array([sequence]), lengths[:1]).page_table[0].long()
+        kv.pages[:, own] = contents[:, : len(own)]
+
+
+def _hf_forwards(model: PreTrainedModel, prompt: Tensor, batch: int, steps: int) -> list[float]:
+    tokens = prompt.repeat(batch, 1)
+    seconds = []
+    with torch.inference_mode():
+        cache = model(tokens, logits_to_keep=1).past_key_values
+        for _ in range(steps + _WARM_UP_STEPS):
+            start = time.perf_counter()
+            model(tokens[:, -1:], past_key_values=cache)
+            seconds.append(time.perf_counter() - start)
+    return seconds[_WARM_UP_STEPS:]
+
+
+def _hf_steps(model: PreTrainedModel, prompt: Tensor, batch: int, steps: int, params: SamplingParams) -> list[float]:
+    from transformers import GenerationConfig, StoppingCriteriaList
+
+    marks = []
+
+    def mark(input_ids: Tensor, scores: Tensor, **unused: object) -> Tensor:
+        """Called once at the end of every step."""
+        marks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    generation_config: Any = GenerationConfig
+    generation = generation_config(
+        do_sample=not params.greedy,
+        temperature=params.temperature or 1.0,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p or None,
+        max_new_tokens=steps + _WARM_UP_STEPS + 1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens = prompt.repeat(batch, 1)
+    criteria = StoppingCriteriaList([mark])
+    model.generate(  # type: ignore[operator]
+        tokens, attention_mask=torch.ones_like(tokens), generation_config=generation, stopping_criteria=criteria
+    )
+    return [float(gap) for gap in np.diff(marks)[_WARM_UP_STEPS:]]
+
+
+def _timing(name: str, seconds: list[float], batch: int) -> StepTiming:
+    median = statistics.median(seconds)
+    return StepTiming(
+        name=name, median_s=median, best_s=min(seconds), num_steps=len(seconds), tokens_per_s=batch / median
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

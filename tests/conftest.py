@@ -1,0 +1,37 @@
+"""Fixtures that more than one room needs: the real model, here and in Hugging Face transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from equivtest.decoder.hub import resolve_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from equivtest.decoder.weights import Checkpoint
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The built-in model's file, fetched on first use."""
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_checkpoint(smollm2_path: Path) -> Checkpoint:
+    from equivtest.decoder.weights import load_checkpoint
+
+    return load_checkpoint(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def hf_smollm2(smollm2_checkpoint: Checkpoint) -> PreTrainedModel:
+    """transformers' LlamaForCausalLM with the same float32 weights, in evaluation mode."""
+    from equivtest.bench.decode import transformers_model
+
+    return transformers_model(smollm2_checkpoint.config, smollm2_checkpoint.weights, dtype=torch.float32)
