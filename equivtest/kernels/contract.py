@@ -32,6 +32,8 @@ from equivtest.records import SamplingParams
 LAW_ORDER = ("temperature", "top_k", "softmax", "top_p", "min_p", "renormalise")
 PADDING = -1
 """Fills output_token_ids past the tokens that were put out."""
+MAX_HEAD_DIM = 128
+"""Largest head_dim that `paged_attention` takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class Capabilities:
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     """Dtypes of the logits that `verify_probs` takes."""
+    probs_dtype: torch.dtype = torch.float32
+    """Dtype of probabilities, in and out."""
 
 
 class RowParams(NamedTuple):
@@ -110,6 +114,12 @@ class SpecScratch:
         rows = batch * (num_draft + 1)
         return self.target_probs.view(-1, self.vocab_size)[:rows].view(batch, num_draft + 1, self.vocab_size)
 
+    def accepted(self, batch: int, num_draft: int) -> SpecAccept:
+        """Contiguous views of the three outputs of spec_accept, output_token_ids as [batch, num_draft + 1]."""
+        self.require("spec_accept", batch=batch, draft=num_draft)
+        tokens = self.output_token_ids.view(-1)[: batch * (num_draft + 1)].view(batch, num_draft + 1)
+        return SpecAccept(tokens, self.emitted[:batch], self.acceptance_telemetry[:batch])
+
     def require(self, op: str, *, batch: int, draft: int) -> None:
         """Raise ScratchTooSmall unless `batch` rows of `draft` drafts fit."""
         if batch > self.max_batch or draft > self.max_draft:
@@ -138,7 +148,8 @@ class KernelBackend(Protocol):
         """The law of each row, written to `out`, which is returned. Rows of `out` not named keep what they held.
 
         A ragged verification batch passes its rows' places in [B, K+1] as `out_rows`.
-        Raises InvalidKernelInput naming the row for NaN, +inf or no finite logit, before anything is written.
+        Raises InvalidKernelInput naming the row for NaN, +inf, no finite logit, or a largest logit that overflows when
+        divided by the temperature, before anything is written.
         """
         ...
 
@@ -158,13 +169,17 @@ class KernelBackend(Protocol):
         that position. The first rejection draws from relu(p - q), renormalised, with the RECOVER coin of its position
         (from p itself in the one case where rounding leaves that residual empty); full acceptance draws from row
         num_draft with the BONUS coin of position + num_draft; num_draft 0 draws from row 0 with the PLAIN coin.
+
+        Rows need not sum to 1: every draw is relative to its row's sum. Raises InvalidKernelInput naming the row, before
+        anything is written, for a negative or non-finite entry among those it looks at (every draft's own entries, and
+        all of the rows it draws from) and for a row without mass.
         """
         ...
 
     def sample(self, target_probs: Tensor, streams: Streams, *, out: Tensor) -> Tensor:
         """One draw per row with the PLAIN coin of its position.
 
-        target_probs: [B, vocab_size]; out: int64 [B], written in place and returned.
+        target_probs: [B, vocab_size]; out: int64 [B], written in place and returned. Refuses rows as `spec_accept` does.
         """
         ...
 
@@ -200,10 +215,14 @@ def check_verify_probs(backend: KernelBackend, logits: Tensor, params: RowParams
         raise InvalidKernelInput(op, "vocab_size must be above 0", value=0)
     if logits.dtype not in backend.capabilities.dtypes:
         raise InvalidKernelInput(op, f"logits dtype not supported by {backend.name}", value=logits.dtype)
-    _check_device(op, backend, logits=logits, out=out, **params._asdict())
+    on_device = {"logits": logits, "out": out, **params._asdict()}
+    _check_device(op, backend, **on_device if out_rows is None else {**on_device, "out_rows": out_rows})
     for name, column in params._asdict().items():
         _check_shape(op, name, column, (num_rows,))
     _check_rank(op, "out", out, ("num_out_rows", "vocab_size"))
+    for name, dtype in zip(RowParams._fields, (torch.float32, torch.int32, torch.float32, torch.float32), strict=True):
+        _check_dtype(op, name, getattr(params, name), dtype)
+    _check_dtype(op, "out", out, backend.capabilities.probs_dtype)
     if out.shape[1] != vocab_size or (out_rows is None and out.shape[0] != num_rows):
         raise InvalidKernelInput(op, f"out must be [{num_rows}, {vocab_size}]", value=tuple(out.shape))
     if not out.is_contiguous():
@@ -212,6 +231,8 @@ def check_verify_probs(backend: KernelBackend, logits: Tensor, params: RowParams
         _check_shape(op, "out_rows", out_rows, (num_rows,))
         _check_dtype(op, "out_rows", out_rows, torch.int64)
         _check_values(op, "out_rows out of range", out_rows, (out_rows < 0) | (out_rows >= out.shape[0]))
+        if out_rows.unique().numel() != num_rows:
+            raise InvalidKernelInput(op, "out_rows must name each row once")
     _check_values(op, "temperature must be finite and at least 0", params.temperature,
                   ~(params.temperature.isfinite() & (params.temperature >= 0)))
     _check_values(op, "top_k must be at least 0", params.top_k, params.top_k < 0)
@@ -239,20 +260,18 @@ def check_spec_accept(
         raise InvalidKernelInput(op, "vocab_size and K+1 must be above 0", value=tuple(target_probs.shape))
     _check_shape(op, "draft_token_ids", draft_token_ids, (batch, max_draft))
     _check_shape(op, "num_draft", num_draft, (batch,))
-    _check_shape(op, "streams.keys", streams.keys, (batch,))
-    _check_shape(op, "streams.positions", streams.positions, (batch,))
     _check_dtype(op, "draft_token_ids", draft_token_ids, torch.int64)
     _check_dtype(op, "num_draft", num_draft, torch.int32)
-    _check_dtype(op, "streams.keys", streams.keys, torch.int64)
-    _check_dtype(op, "streams.positions", streams.positions, torch.int64)
-    _check_dtype(op, "target_probs", target_probs, scratch.target_probs.dtype)
-    devices = {"target_probs": target_probs, "draft_token_ids": draft_token_ids, "num_draft": num_draft,
+    _check_dtype(op, "target_probs", target_probs, backend.capabilities.probs_dtype)
+    _check_dtype(op, "scratch", scratch.target_probs, backend.capabilities.probs_dtype)
+    devices = {"scratch": scratch.target_probs, "target_probs": target_probs, "draft_token_ids": draft_token_ids, "num_draft": num_draft,
                "streams.keys": streams.keys, "streams.positions": streams.positions}
     if draft_probs is not None:
         _check_shape(op, "draft_probs", draft_probs, (batch, max_draft, vocab_size))
         _check_dtype(op, "draft_probs", draft_probs, target_probs.dtype)
         devices["draft_probs"] = draft_probs
     _check_device(op, backend, **devices)
+    _check_streams(op, streams, batch, max_draft)
     scratch.require(op, batch=batch, draft=max_draft)
     _check_values(op, f"num_draft must be in 0..{max_draft}", num_draft, (num_draft < 0) | (num_draft > max_draft))
     if not backend.capabilities.ragged_draft and batch and bool((num_draft != num_draft[0]).any()):
@@ -275,10 +294,74 @@ def check_sample(backend: KernelBackend, target_probs: Tensor, streams: Streams,
     batch = target_probs.shape[0]
     if target_probs.shape[1] == 0:
         raise InvalidKernelInput(op, "vocab_size must be above 0", value=0)
-    for name, tensor in (("streams.keys", streams.keys), ("streams.positions", streams.positions), ("out", out)):
-        _check_shape(op, name, tensor, (batch,))
-        _check_dtype(op, name, tensor, torch.int64)
+    _check_dtype(op, "target_probs", target_probs, backend.capabilities.probs_dtype)
+    _check_shape(op, "out", out, (batch,))
+    _check_dtype(op, "out", out, torch.int64)
     _check_device(op, backend, target_probs=target_probs, keys=streams.keys, positions=streams.positions, out=out)
+    _check_streams(op, streams, batch, 0)
+    if not out.is_contiguous():
+        raise InvalidKernelInput(op, "out must be contiguous")
+
+
+def check_paged_attention(
+    backend: KernelBackend, query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor
+) -> None:
+    """Shapes, dtypes and devices of a paged_attention call."""
+    op = "paged_attention"
+    _check_rank(op, "query", query, ("num_rows", "num_heads", "head_dim"))
+    _check_rank(op, "kv_pages", kv_pages, ("num_pages", "2", "page_size", "num_kv_heads", "head_dim"))
+    _check_rank(op, "page_table", page_table, ("B", "max_pages"))
+    num_rows, num_heads, head_dim = query.shape
+    num_pages, _, page_size, num_kv_heads, _ = kv_pages.shape
+    batch, max_pages = page_table.shape
+    if query.dtype not in (torch.float32, torch.bfloat16):
+        raise InvalidKernelInput(op, "query must be torch.float32 or torch.bfloat16", value=query.dtype)
+    _check_dtype(op, "kv_pages", kv_pages, query.dtype)
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise InvalidKernelInput(op, f"head_dim must be in 1..{MAX_HEAD_DIM}", value=head_dim)
+    if num_kv_heads == 0 or page_size == 0 or num_heads % num_kv_heads:
+        raise InvalidKernelInput(
+            op, "num_heads must be a multiple of num_kv_heads, page_size above 0", value=tuple(kv_pages.shape)
+        )
+    _check_shape(op, "kv_pages", kv_pages, (num_pages, 2, page_size, num_kv_heads, head_dim))
+    _check_shape(op, "kv_lens", kv_lens, (batch,))
+    _check_shape(op, "query_start", query_start, (batch + 1,))
+    for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("query_start", query_start)):
+        _check_dtype(op, name, tensor, torch.int32)
+    _check_device(op, backend, query=query, kv_pages=kv_pages, page_table=page_table, kv_lens=kv_lens,
+                  query_start=query_start)
+
+
+def check_paged_attention_values(
+    query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor
+) -> None:
+    """Lengths and page ids of a paged_attention call that `check_paged_attention` passed; row means sequence.
+
+    Apart from the shapes because a backend may do this in its kernel, where it costs nothing.
+    """
+    op = "paged_attention"
+    num_rows, num_pages = query.shape[0], kv_pages.shape[0]
+    page_size, max_pages = kv_pages.shape[2], page_table.shape[1]
+    rows_each = query_start.diff()
+    _check_values(op, "query_start must not decrease", rows_each, rows_each < 0)
+    ends = query_start[[0, -1]]
+    _check_values(op, "query_start must run from 0 to the number of query rows", ends,
+                  ends != torch.tensor([0, num_rows], device=ends.device))
+    _check_values(op, "kv_lens must count at least the sequence's own rows and fit its pages", kv_lens,
+                  (kv_lens < rows_each) | (kv_lens > max_pages * page_size))
+    used = torch.arange(0, max_pages * page_size, page_size, device=kv_lens.device) < kv_lens[:, None]
+    wrong = used & ((page_table < 0) | (page_table >= num_pages))
+    wrong_rows = wrong.any(dim=1)
+    first_wrong = page_table.gather(1, wrong.int().argmax(dim=1, keepdim=True)).squeeze(1) if max_pages else kv_lens
+    _check_values(op, "page id must be one of kv_pages", first_wrong, wrong_rows)
+
+
+def _check_streams(op: str, streams: Streams, batch: int, max_draft: int) -> None:
+    for name, column in streams._asdict().items():
+        _check_shape(op, f"streams.{name}", column, (batch,))
+        _check_dtype(op, f"streams.{name}", column, torch.int64)
+    _check_values(op, "streams.positions must be a 32-bit count", streams.positions,
+                  (streams.positions < 0) | (streams.positions + max_draft >= 2**32))
 
 
 def _check_rank(op: str, name: str, tensor: Tensor, dims: tuple[str, ...]) -> None:
