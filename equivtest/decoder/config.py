@@ -15,6 +15,7 @@ from equivtest.errors import UnsupportedModel
 Architecture = Literal["llama", "qwen3"]
 """llama: grouped-query attention, RoPE, RMSNorm, SwiGLU. qwen3: the same with an RMSNorm on each query and key head."""
 
+_QWEN3_HEAD_DIM = 128
 SUPPORTED: tuple[str, ...] = get_args(Architecture)
 
 
@@ -71,7 +72,9 @@ def config_from_hf(model: str, config: Mapping[str, object]) -> ModelConfig:
     _refuse_hf(model, config)
     heads = _integer(model, config, "num_attention_heads")
     hidden = _integer(model, config, "hidden_size")
-    head_dim = _integer(model, config, "head_dim", hidden // heads)
+    # Where a key is left out, transformers fills in another value for each architecture.
+    qwen3 = architecture == "qwen3"
+    head_dim = _integer(model, config, "head_dim", _QWEN3_HEAD_DIM if qwen3 else hidden // heads)
     rope = _rope_parameters(model, config)
     theta = _number(model, rope, "rope_theta", _number(model, config, "rope_theta", 10000.0))
     return ModelConfig(
@@ -80,7 +83,7 @@ def config_from_hf(model: str, config: Mapping[str, object]) -> ModelConfig:
         hidden_size=hidden,
         num_layers=_integer(model, config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(model, config, "num_key_value_heads", heads),
+        num_kv_heads=_integer(model, config, "num_key_value_heads", None if qwen3 else heads),
         head_dim=head_dim,
         intermediate_size=_integer(model, config, "intermediate_size"),
         rope_theta=theta,
