@@ -1,0 +1,61 @@
+"""What a drafter is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from equivtest.decoder.request_table import RequestTable
+from equivtest.decoder.stages import Drafts, Int64Array, StepInput
+
+
+class Drafter(Protocol):
+    """Offers tokens for the target to check.
+
+    A draft may depend on committed tokens and on DRAFT coins, on nothing else: not on telemetry, not on drafts that
+    were rejected. The coins behind those are met again in the next round, and a drafter that remembered them would
+    couple its proposals to the coins that judge them.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def describe(self) -> Mapping[str, object]:
+        """The parameters that fix what is drafted, for the record of a run."""
+        ...
+
+    def start(self, table: RequestTable, *, max_batch: int, max_draft: int) -> None:
+        """A `generate` call begins; forget the one before."""
+        ...
+
+    def admit(self, requests: Int64Array) -> None:
+        """Table rows of speculative requests that take part from the next step on."""
+        ...
+
+    def propose(self, step: StepInput) -> Drafts:
+        """Drafts within `step.limits`; rows with limit 0 get none. Must leave `step.kv` as it was."""
+        ...
+
+    def release(self, requests: Int64Array) -> None:
+        """Table rows of speculative requests that are finished."""
+        ...
+
+    def stop(self) -> None:
+        """The call is over, finished or failed."""
+        ...
+
+
+class StatelessDrafter:
+    """Base of drafters that keep nothing between steps."""
+
+    def start(self, table: RequestTable, *, max_batch: int, max_draft: int) -> None:
+        pass
+
+    def admit(self, requests: Int64Array) -> None:
+        pass
+
+    def release(self, requests: Int64Array) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass

@@ -1,0 +1,55 @@
+"""The target's own first layers as the drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from equivtest.decoder.drafters.base import StatelessDrafter
+from equivtest.decoder.model import Model
+from equivtest.decoder.stages import Drafts, StepInput
+from equivtest.errors import InvalidSetting
+
+
+class EarlyExitDrafter(StatelessDrafter):
+    """First `num_layers` layers, final norm and head, greedy.
+
+    It works in the target's own KV pages: for those layers they already hold what the drafter would compute for every
+    committed token. What it adds for its drafts is cut off again, and the verification forward writes the same values.
+    """
+
+    def __init__(self, model: Model, *, num_layers: int | None = None, name: str = "early_exit") -> None:
+        """num_layers: default two thirds of the model's."""
+        total = model.config.num_layers
+        depth = default_layers(total) if num_layers is None else num_layers
+        if not 1 <= depth <= total:
+            raise InvalidSetting("early_exit_layers", depth, f"must be in 1..{total}")
+        self.model, self.num_layers, self._name = model, depth, name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def describe(self) -> Mapping[str, object]:
+        return {"num_layers": self.num_layers, "model_layers": self.model.config.num_layers}
+
+    def propose(self, step: StepInput) -> Drafts:
+        width = int(step.limits.max(initial=0))
+        token_ids = np.zeros((step.batch, width), np.int64)
+        fed = step.last_token_ids.copy()
+        for slot in range(width):
+            rows = np.flatnonzero(step.limits > slot)
+            batch = step.kv.extend(step.sequences[rows], np.ones(len(rows), np.int64))
+            feed = torch.from_numpy(fed[rows]).to(self.model.device)
+            hidden = self.model.forward(feed, batch, step.kv, num_layers=self.num_layers)
+            fed[rows] = self.model.logits(hidden).argmax(dim=-1).cpu().numpy()
+            token_ids[rows, slot] = fed[rows]
+        step.kv.truncate(step.sequences, step.lengths - 1)
+        return Drafts(token_ids, step.limits.astype(np.int32), None)
+
+
+def default_layers(num_layers: int) -> int:
+    """Two thirds, at least one."""
+    return max(1, round(num_layers * 2 / 3))

@@ -1,0 +1,53 @@
+"""Drafters by name. A drafter is built only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from equivtest.decoder.drafters.base import Drafter
+from equivtest.decoder.drafters.draft_model import ModelDrafter
+from equivtest.decoder.drafters.early_exit import EarlyExitDrafter
+from equivtest.decoder.drafters.ngram import NgramDrafter
+from equivtest.decoder.model import Model
+from equivtest.errors import InvalidSetting, UnknownName
+from equivtest.kernels.contract import KernelBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterContext:
+    """What a drafter may be built from."""
+
+    target: Model
+    backend: KernelBackend
+    early_exit_layers: int | None = None
+    """Layers of `early_exit`; None: two thirds of the target's."""
+    draft_model: Callable[[], tuple[Model, str]] | None = None
+    """Loads the small model of `model`, with the name the run records."""
+
+
+def _model(context: DrafterContext) -> Drafter:
+    if context.draft_model is None:
+        raise InvalidSetting("draft_model", None, "drafter 'model' needs a draft model")
+    model, label = context.draft_model()
+    return ModelDrafter(model, context.backend, target=context.target, label=label)
+
+
+_FACTORIES: Mapping[str, Callable[[DrafterContext], Drafter]] = {
+    "ngram": lambda _: NgramDrafter(),
+    "early_exit": lambda context: EarlyExitDrafter(context.target, num_layers=context.early_exit_layers),
+    "self": lambda context: EarlyExitDrafter(context.target, num_layers=context.target.config.num_layers, name="self"),
+    "model": _model,
+}
+
+
+def known_drafters() -> tuple[str, ...]:
+    """Names that `make_drafter` takes."""
+    return tuple(_FACTORIES)
+
+
+def make_drafter(name: str, context: DrafterContext) -> Drafter:
+    """The drafter of that name. Raises UnknownName, or InvalidSetting for what it lacks or cannot be."""
+    if name not in _FACTORIES:
+        raise UnknownName("drafter", name, _FACTORIES)
+    return _FACTORIES[name](context)

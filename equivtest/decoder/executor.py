@@ -1,0 +1,190 @@
+"""Runs requests through the stages: admits, steps, retires."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from equivtest.decoder.drafters.base import Drafter
+from equivtest.decoder.kv_cache import PagedKVCache
+from equivtest.decoder.model import Model
+from equivtest.decoder.prefill import PromptPool, cache_for
+from equivtest.decoder.request_table import RequestTable
+from equivtest.decoder.routing import route, unsupported_feature
+from equivtest.decoder.stages import Int64Array, Stages, StepInput
+from equivtest.decoder.standard_stages import standard_stages
+from equivtest.errors import InvalidSetting
+from equivtest.kernels.contract import KernelBackend, SpecScratch, Streams
+from equivtest.kernels.registry import get_backend
+from equivtest.records import Generation, Request
+
+FaultWrap = Callable[[Stages], Stages]
+"""Replaces stages by faulty ones."""
+
+
+class Executor:
+    """Generates for many requests at once with one ragged forward a step.
+
+    A request's tokens depend on nothing but itself: in fp32 its batch-mates change its logits by rounding only.
+    Not for use from two threads: one scratch and one KV cache serve every call.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: KernelBackend,
+        drafter: Drafter | None,
+        *,
+        max_batch: int = 256,
+        max_draft: int = 4,
+        acceptance: str = "chain",
+        plain_backend: KernelBackend | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        """drafter: None makes every row plain. stages: default `standard_stages`, to which `acceptance` belongs.
+
+        plain_backend: draws for requests that `backend` cannot represent; default the reference backend.
+        """
+        if max_batch < 1:
+            raise InvalidSetting("max_batch", max_batch, "must be at least 1")
+        if not 0 <= max_draft <= 127:
+            raise InvalidSetting("max_draft", max_draft, "must be in 0..127")
+        capable = backend.capabilities.min_p and backend.capabilities.per_request_seed
+        self.plain_backend = plain_backend or (backend if capable else get_backend("reference"))
+        self.model, self.backend, self.drafter = model, backend, drafter
+        self.max_batch, self.max_draft = max_batch, max_draft
+        self.stages = stages or standard_stages(
+            model, backend, drafter, acceptance=acceptance, plain_backend=self.plain_backend
+        )
+        self._scratch: SpecScratch | None = None
+        self._kv: PagedKVCache | None = None
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        speculative: bool,
+        fault: FaultWrap | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Generation]:
+        """One generation per request, in their order. `on_tokens` hears the number of tokens of every step.
+
+        fault: wraps the stages of this call. Raises InvalidSetting for a malformed request, before any work.
+        """
+        vocab_size, device = self.model.config.vocab_size, self.model.device
+        routes = [
+            route(
+                r.params,
+                r.seed,
+                self.backend.capabilities,
+                speculative=speculative,
+                backend=self.backend.name,
+                plain_backend=self.plain_backend.name,
+            )
+            for r in requests
+        ]
+        table = RequestTable(requests, routes, vocab_size=vocab_size, device=device)
+        longest = int((table.prompt_lengths + table.max_tokens).max(initial=0))
+        if longest > self.model.config.max_position:
+            limit = self.model.config.max_position
+            raise InvalidSetting(
+                "prompt and max_tokens", longest, f"must be at most {limit} tokens, the model's context"
+            )
+        stages = self.stages if fault is None else fault(self.stages)
+        kv, self._kv = cache_for(self.model, table, max_batch=self.max_batch, reuse=self._kv), None
+        drafter = self.drafter if speculative else None
+        if drafter is not None:
+            drafter.start(table, max_batch=self.max_batch, max_draft=self.max_draft)
+        try:
+            self._run(table, kv, stages, drafter, on_tokens)
+        finally:
+            if drafter is not None:
+                drafter.stop()
+        self._kv = kv  # kept only when every sequence was returned to it
+        return [table.generation(row) for row in range(len(table))]
+
+    def _run(
+        self,
+        table: RequestTable,
+        kv: PagedKVCache,
+        stages: Stages,
+        drafter: Drafter | None,
+        on_tokens: Callable[[int], None] | None,
+    ) -> None:
+        scratch = self._scratch_for(table)
+        max_draft = 0 if drafter is None else self.max_draft
+        # Rows that the main backend cannot represent stand last, so that each backend gets one contiguous block.
+        needs_plain_backend = np.array(
+            [unsupported_feature(r.params, r.seed, self.backend.capabilities) is not None for r in table.requests], bool
+        )
+        pool = PromptPool(self.model, kv, table, np.arange(len(table)))
+        rows, sequences = np.empty(0, np.int64), np.empty(0, np.int64)
+        num_admitted = index = 0
+        while num_admitted < len(table) or len(rows):
+            num_new = min(self.max_batch - len(rows), len(table) - num_admitted)
+            if num_new:
+                new = np.arange(num_admitted, num_admitted + num_new)
+                num_admitted += num_new
+                rows, sequences = np.concatenate([rows, new]), np.concatenate([sequences, pool.admit(new)])
+                order = np.argsort(needs_plain_backend[rows], kind="stable")
+                rows, sequences = rows[order], sequences[order]
+                if drafter is not None:
+                    drafter.admit(new[table.speculative[new]])
+            step = self._step_input(table, kv, scratch, rows, sequences, index, max_draft)
+            step = dataclasses.replace(step, num_main=int(len(rows) - needs_plain_backend[rows].sum()))
+            num_tokens = stages.run(step)
+            index += 1
+            if on_tokens is not None:
+                on_tokens(num_tokens)
+            finished = table.remaining[rows] <= 0
+            if finished.any():
+                kv.free(sequences[finished])
+                if drafter is not None:
+                    done = rows[finished]
+                    drafter.release(done[table.speculative[done]])
+                rows, sequences = rows[~finished], sequences[~finished]
+
+    def _step_input(
+        self,
+        table: RequestTable,
+        kv: PagedKVCache,
+        scratch: SpecScratch,
+        rows: Int64Array,
+        sequences: Int64Array,
+        index: int,
+        max_draft: int,
+    ) -> StepInput:
+        on_device = torch.from_numpy(rows).to(self.model.device)
+        positions = torch.from_numpy(table.generated[rows]).to(self.model.device)
+        # A round puts out at most num_draft + 1 tokens: this limit makes the last one fit exactly.
+        limits = np.minimum(max_draft, table.remaining[rows] - 1) * table.speculative[rows]
+        return StepInput(
+            index=index,
+            table=table,
+            requests=rows,
+            num_main=len(rows),
+            sequences=sequences,
+            lengths=table.lengths[rows],
+            limits=limits,
+            params=table.params.take(on_device),
+            streams=Streams(table.stream_keys.index_select(0, on_device), positions),
+            kv=kv,
+            scratch=scratch,
+        )
+
+    def _scratch_for(self, table: RequestTable) -> SpecScratch:
+        """The scratch, allocated at the first call that needs its size and kept."""
+        batch = min(self.max_batch, max(1, len(table)))
+        if self._scratch is None or self._scratch.max_batch < batch:
+            max_draft = 0 if self.drafter is None else self.max_draft
+            scratch = SpecScratch(
+                batch, max_draft, self.model.config.vocab_size, self.model.device, self.backend.capabilities.probs_dtype
+            )
+            # A law in every row from the start: the match rule draws from rows past num_draft too and ignores them.
+            scratch.target_probs.zero_()[..., 0] = 1
+            self._scratch = scratch
+        return self._scratch

@@ -1,0 +1,150 @@
+"""The stages of a step, and what flows between them.
+
+    propose -> forward -> verify -> accept -> commit
+
+Each stage is one small callable that the executor is given. A fault wraps one of them and nothing else changes: the
+step itself holds no switch for it. A wrapper may hand its inner stage an altered record (`dataclasses.replace`), and
+may alter what the inner stage returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from equivtest.decoder.kv_cache import PagedKVCache
+from equivtest.decoder.request_table import RequestTable
+from equivtest.kernels.contract import RowParams, SpecAccept, SpecScratch, Streams
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """What every stage knows about the step. B rows, one per running request."""
+
+    index: int
+    """Number of the step within its `generate` call."""
+    table: RequestTable
+    """Every request of the call with its committed tokens; stages but `commit` only read it."""
+    requests: Int64Array
+    """[B], the table row of each batch row."""
+    num_main: int
+    """Rows [:num_main] are sampled by the main backend, the others, which it cannot represent, by the plain one."""
+    sequences: Int64Array
+    """[B], KV sequences; each holds every committed token but the last, which this step feeds."""
+    lengths: Int64Array
+    """[B], committed tokens, the prompt included."""
+    limits: Int64Array
+    """[B], the most drafts a row may be offered: 0 on the plain route, and never past the request's last token."""
+    params: RowParams
+    """[B], on the device of the model."""
+    streams: Streams
+    """[B], on the device of the model."""
+    kv: PagedKVCache
+    scratch: SpecScratch
+
+    @property
+    def batch(self) -> int:
+        return len(self.requests)
+
+    @property
+    def last_token_ids(self) -> Int64Array:
+        """[B], the newest committed token of each row."""
+        return self.table.token_ids[self.requests, self.lengths - 1]
+
+    def rows(self, start: int, stop: int) -> StepInput:
+        """The step restricted to batch rows start:stop, all of which count as the main backend's."""
+        part = slice(start, stop)
+        return dataclasses.replace(
+            self,
+            requests=self.requests[part],
+            num_main=stop - start,
+            sequences=self.sequences[part],
+            lengths=self.lengths[part],
+            limits=self.limits[part],
+            params=RowParams(*(column[part] for column in self.params)),
+            streams=Streams(*(column[part] for column in self.streams)),
+        )
+
+
+class Drafts(NamedTuple):
+    """What a drafter offers. Rows may differ in how many; K is the widest row."""
+
+    token_ids: Int64Array
+    """[B, K]; entries at or past num_draft are ignored."""
+    num_draft: Int32Array
+    """[B], 0..K; 0 is a plain row."""
+    probs: Tensor | None
+    """[B, K, vocab_size], the law q each draft was drawn from; None: a point mass at each draft."""
+
+    @classmethod
+    def none(cls, batch: int) -> Drafts:
+        """No draft for any row."""
+        return cls(np.empty((batch, 0), np.int64), np.zeros(batch, np.int32), None)
+
+
+class Scored(NamedTuple):
+    """Logits of the ragged forward: 1 + num_draft rows per batch row, in batch order."""
+
+    logits: Tensor
+    """[num_rows, vocab_size], the model's dtype."""
+    batch_rows: Int64Array
+    """[num_rows], non-decreasing: the batch row of each logits row."""
+    slots: Int64Array
+    """[num_rows], the place in the draft block: 0..num_draft."""
+
+
+class ProposeStage(Protocol):
+    def __call__(self, step: StepInput) -> Drafts:
+        """Offer drafts within step.limits. May depend on committed tokens and DRAFT coins only."""
+        ...
+
+
+class ForwardStage(Protocol):
+    def __call__(self, step: StepInput, drafts: Drafts) -> Scored:
+        """Feed each row's last committed token and its drafts; extends each KV sequence by 1 + num_draft."""
+        ...
+
+
+class VerifyStage(Protocol):
+    def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Tensor:
+        """The law of each row: target_probs [B, K+1, vocab_size], a view of the scratch. Stale past num_draft."""
+        ...
+
+
+class AcceptStage(Protocol):
+    def __call__(self, step: StepInput, drafts: Drafts, target_probs: Tensor) -> SpecAccept:
+        """Decide which drafts stand and draw one token more."""
+        ...
+
+
+class CommitStage(Protocol):
+    def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept) -> int:
+        """Write the step's tokens to the table and cut each KV sequence back to them. Returns their number."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """One decoder step. `dataclasses.replace` swaps a stage."""
+
+    propose: ProposeStage
+    forward: ForwardStage
+    verify: VerifyStage
+    accept: AcceptStage
+    commit: CommitStage
+
+    def run(self, step: StepInput) -> int:
+        """One step of the batch. Returns the number of tokens it committed."""
+        drafts = self.propose(step)
+        scored = self.forward(step, drafts)
+        target_probs = self.verify(step, drafts, scored)
+        accepted = self.accept(step, drafts, target_probs)
+        return self.commit(step, drafts, accepted)

@@ -1,0 +1,115 @@
+"""The stages of a correct decoder."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equivtest.decoder.acceptance import RoutedAcceptance, acceptance_rule
+from equivtest.decoder.drafters.base import Drafter
+from equivtest.decoder.model import Model
+from equivtest.decoder.stages import Drafts, Int64Array, Scored, Stages, StepInput
+from equivtest.errors import InvalidKernelInput
+from equivtest.kernels.contract import KernelBackend, SpecAccept
+
+
+class DrafterPropose:
+    """Asks the drafter, where any row may be offered a draft."""
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        self.drafter = drafter
+
+    def __call__(self, step: StepInput) -> Drafts:
+        if self.drafter is None or not step.limits.any():
+            return Drafts.none(step.batch)
+        drafts = self.drafter.propose(step)
+        over = np.flatnonzero(drafts.num_draft > step.limits)
+        if len(over):
+            row = int(over[0])
+            raise InvalidKernelInput(
+                f"drafter {self.drafter.name}",
+                f"more drafts than the row's limit of {step.limits[row]}",
+                row=row,
+                value=int(drafts.num_draft[row]),
+            )
+        width = int(drafts.num_draft.max(initial=0))
+        probs = drafts.probs if drafts.probs is None or width == 0 else drafts.probs[:, :width].contiguous()
+        return Drafts(np.ascontiguousarray(drafts.token_ids[:, :width]), drafts.num_draft, probs if width else None)
+
+
+class RaggedForward:
+    """One forward over every row of the step: the last committed token and the drafts of each request."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __call__(self, step: StepInput, drafts: Drafts) -> Scored:
+        block = np.concatenate([step.last_token_ids[:, None], drafts.token_ids], axis=1)
+        batch_rows, slots = np.nonzero(np.arange(block.shape[1]) <= drafts.num_draft[:, None])
+        batch = step.kv.extend(step.sequences, drafts.num_draft + 1)
+        token_ids = torch.from_numpy(block[batch_rows, slots]).to(self.model.device)
+        hidden = self.model.forward(token_ids, batch, step.kv)
+        return Scored(self.model.logits(hidden), batch_rows, slots)
+
+
+class LawVerify:
+    """The law of every row, written to its place in the scratch; rows that `backend` cannot represent by the other."""
+
+    def __init__(self, backend: KernelBackend, plain_backend: KernelBackend) -> None:
+        self.backend, self.plain_backend = backend, plain_backend
+
+    def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Tensor:
+        num_draft = drafts.token_ids.shape[1]
+        target_probs = step.scratch.probs(step.batch, num_draft)
+        out = target_probs.view(-1, target_probs.shape[-1])
+        places = scored.batch_rows * (num_draft + 1) + scored.slots
+        split = int(np.searchsorted(scored.batch_rows, step.num_main))
+        for backend, part in ((self.backend, slice(0, split)), (self.plain_backend, slice(split, None))):
+            rows = scored.batch_rows[part]
+            if len(rows):
+                device = scored.logits.device
+                backend.verify_probs(
+                    scored.logits[part],
+                    step.params.take(torch.from_numpy(rows).to(device)),
+                    out=out,
+                    out_rows=torch.from_numpy(places[part]).to(device),
+                )
+        return target_probs
+
+
+class CommitEmitted:
+    """Commits the accepted prefix and the one token after it: `emitted`, never the telemetry."""
+
+    def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept) -> int:
+        emitted: Int64Array = accepted.emitted.cpu().numpy().astype(np.int64)
+        num_tokens = step.table.append(
+            step.requests,
+            step.index,
+            accepted.output_token_ids.cpu().numpy(),
+            emitted,
+            drafts.token_ids,
+            drafts.num_draft,
+        )
+        # The KV holds the fed token and every draft; the accepted ones stay, the last token put out is not fed yet.
+        step.kv.truncate(step.sequences, step.lengths + emitted)
+        return num_tokens
+
+
+def standard_stages(
+    model: Model,
+    backend: KernelBackend,
+    drafter: Drafter | None,
+    *,
+    acceptance: str = "chain",
+    plain_backend: KernelBackend | None = None,
+) -> Stages:
+    """The stages of a correct decoder; `plain_backend` serves rows that `backend` cannot represent (default: itself)."""
+    plain = plain_backend or backend
+    return Stages(
+        propose=DrafterPropose(drafter),
+        forward=RaggedForward(model),
+        verify=LawVerify(backend, plain),
+        accept=RoutedAcceptance(acceptance_rule(acceptance, backend), plain),
+        commit=CommitEmitted(),
+    )

@@ -1,0 +1,81 @@
+"""What an engine is: whoever turns requests into generations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from equivtest.errors import InvalidSetting
+from equivtest.records import Generation, Request
+
+Messages = Sequence[Mapping[str, str]]
+"""A conversation: each message has a role and a content."""
+
+StagesWrap = Callable[[Any], Any]
+"""A fault as an engine sees it: takes the stages of a decoder step and gives faulty ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What to run and how; passed whole."""
+
+    model: str
+    """Registered name, hub id, GGUF file or safetensors folder."""
+    dtype: str = "auto"
+    """float32, bfloat16, or auto: bfloat16 where the processor multiplies it natively, else float32."""
+    kernels: str = "auto"
+    """Kernel backend; auto takes the first that works here, and the record says which."""
+    drafter: str = "early_exit"
+    draft_len: int = 4
+    """Most drafts a row is offered in one step."""
+    early_exit_layers: int | None = None
+    """Layers of the early_exit drafter; None: two thirds of the model's."""
+    draft_model: str | None = None
+    """The small model of the `model` drafter, named as `model` is."""
+    acceptance: str = "chain"
+    """Acceptance rule: chain or match."""
+    max_batch: int = 256
+    """Requests decoded at once; more wait for a free row."""
+    threads: int | None = field(default=None)
+    """Processor threads; None leaves torch's choice."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidSetting("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        if self.draft_len < 1:
+            raise InvalidSetting("draft_len", self.draft_len, "must be at least 1")
+        if self.max_batch < 1:
+            raise InvalidSetting("max_batch", self.max_batch, "must be at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidSetting("threads", self.threads, "must be at least 1")
+
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+class Engine(Protocol):
+    """Generates with and without speculation."""
+
+    def encode_prompt(self, messages: Messages) -> tuple[int, ...]:
+        """Token ids of a conversation, ready for the model's answer."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text, for people."""
+        ...
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        speculative: bool,
+        fault: StagesWrap | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Generation]:
+        """One generation per request, in their order. `on_tokens` hears the tokens of every step."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """What generates, in enough detail to do it again; values that JSON can hold."""
+        ...
