@@ -1,0 +1,90 @@
+"""Matplotlib figures as inline SVG that follows the page: its colours are the page's CSS colours, in light and dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib.style
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+INK = "#000001"
+"""Stands for the colour of text; replaced by `currentColor`."""
+
+_CSS_COLOURS: Mapping[str, str] = {
+    INK: "currentColor",
+    "#000002": "var(--grid)",
+    "#000003": "var(--band)",
+    "#000004": "var(--point)",
+    "#000005": "var(--alert)",
+    "#000006": "var(--series-1)",
+    "#000007": "var(--series-2)",
+    "#000008": "var(--series-3)",
+}
+GRID, BAND, POINT, ALERT, SERIES_1, SERIES_2, SERIES_3 = list(_CSS_COLOURS)[1:]
+"""Colours that matplotlib takes and the page defines."""
+
+_SETTINGS: Mapping[str, Any] = {
+    # Text stays text: it can be read aloud, searched and scaled by the page. Fixed ids make equal figures equal bytes.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "equivtest",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+}
+
+
+@contextmanager
+def new_figure(width_in: float, height_in: float) -> Iterator[Figure]:
+    """A figure under the page's settings; draw and `to_svg` it inside the block. Size in inches."""
+    # From the defaults, so that a matplotlibrc of the user changes nothing.
+    with matplotlib.style.context(["default", dict(_SETTINGS)]):
+        yield Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def to_svg(figure: Figure, *, name: str, description: str) -> Markup:
+    """The figure as an `<svg>` element for a page, without namespaces, metadata or links to anywhere.
+
+    `name` (letters, digits, hyphens) is unique on the page: it keeps the ids of several figures apart.
+    `description` is what a screen reader says instead of the figure.
+    """
+    sink = io.StringIO()
+    figure.savefig(sink, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = sink.getvalue()
+    body = text[text.index(">", text.index("<svg")) + 1 :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'\bid="', f'id="{name}-', body)
+    body = re.sub(r"url\(#", f"url(#{name}-", body)
+    body = re.sub(r'xlink:href="#', f'href="#{name}-', body)
+    body = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number.group()):.2f}", body)
+    body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", body)
+    body = re.sub(r"font-family: [^;\"]*;?", "", body)
+    body = re.sub(r"\n\s*", "\n", body)
+    for colour, css in _CSS_COLOURS.items():
+        body = body.replace(colour, css)
+    width, height = (round(float(inches) * 72) for inches in figure.get_size_inches())
+    opening = Markup('<svg role="img" aria-label="{}" viewBox="0 0 {} {}" width="{}" height="{}">').format(
+        description, width, height, width, height
+    )
+    return opening + Markup(body.strip())

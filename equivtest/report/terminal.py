@@ -1,0 +1,89 @@
+"""The verdict on one terminal screen; the last line is the verdict itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from equivtest.records import Word
+from equivtest.report import words
+from equivtest.report.data import COMPARISON_EXPECTS, COMPARISON_TITLES, ReportData
+from equivtest.report.select import num_rejected, worst_cells
+
+_STYLES: Mapping[Word, str] = {
+    Word.EQUIVALENT: "bold green",
+    Word.DIFFERENT: "bold red",
+    Word.INCONCLUSIVE: "bold yellow",
+    Word.INVALID: "bold magenta",
+}
+_NUM_WORST = 3
+
+
+def verdict_screen(data: ReportData) -> RenderableType:
+    """What a person sees at the end of a run: comparisons, controls, the worst cells, what to do next, the verdict.
+
+    Print it with a rich Console, which knows the width and whether to use colour. Text in it is never markup.
+    """
+    parts: list[RenderableType] = [_comparisons(data)]
+    if data.controls:
+        parts += [Text(), _controls(data)]
+    worst = worst_cells(data, "off_on", "p_value", _NUM_WORST).to_dict("records")
+    if worst:
+        parts += [Text(), Text("smallest p-values, off vs on", style="dim")]
+        parts += [Text(_cell_line(row), style="red" if row["rejected"] else "") for row in worst]
+    parts.append(Text())
+    parts += [Text(f"- {reason}") for reason in data.reasons]
+    if data.next_steps:
+        parts += [Text("next:", style="dim"), *(Text(f"  {step}") for step in data.next_steps)]
+    parts.append(Text.assemble(("gate of record: ", "dim"), data.gate_of_record))
+    parts += [Text(data.headline, style="bold"), verdict_line(data)]
+    return Group(*parts)
+
+
+def verdict_line(data: ReportData) -> Text:
+    """The verdict in one short line: `✓ EQUIVALENT (exit code 0)`."""
+    return Text.assemble(
+        (f"{words.MARKS[data.word]} {data.word.upper()}", _STYLES[data.word]), f" (exit code {data.exit_code})"
+    )
+
+
+def _cell_line(row: Mapping[Hashable, Any]) -> str:
+    where = f"  {row['config']} / {row['prompt_id']} / position {row['position']}"
+    numbers = f"p {words.p_text(row['p_value'])}, q {words.p_text(row['q_value'])}, TV {row['tv']:.3f}"
+    mark = f" {words.REJECTED_MARK} rejected" if row["rejected"] else ""
+    return f"{where}: {numbers} (null up to {row['tv_null_q975']:.3f}){mark}"
+
+
+def _comparisons(data: ReportData) -> Table:
+    table = _table("config", "compared", "expected", ">rejected", ">cells")
+    for config in data.configs:
+        for comparison in data.comparisons(config.name):
+            cells = data.cells_of(comparison, config.name)
+            table.add_row(
+                Text(config.name),
+                Text(COMPARISON_TITLES[comparison]),
+                Text(COMPARISON_EXPECTS[comparison]),
+                Text(f"{num_rejected(cells):,}"),
+                Text(f"{len(cells):,}"),
+            )
+    return table
+
+
+def _controls(data: ReportData) -> Table:
+    table = _table("control", "expected", "outcome", "result")
+    for control in data.controls:
+        result = Text("✓ passed", style="green") if control.passed else Text("✗ failed", style="bold red")
+        table.add_row(Text(control.name), Text(control.expected), Text(control.outcome), result)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """A table without borders; a column whose name starts with ">" is a number."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return table

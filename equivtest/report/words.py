@@ -1,0 +1,66 @@
+"""Numbers and verdicts as text: every renderer uses these, so a number reads the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from equivtest.records import Word
+
+MARKS: Mapping[Word, str] = {Word.EQUIVALENT: "✓", Word.DIFFERENT: "✗", Word.INCONCLUSIVE: "?", Word.INVALID: "!"}
+"""A sign beside each verdict's word; never instead of it."""
+
+REJECTED_MARK = "▲"
+"""Marks a rejected cell, beside its colour."""
+
+NOTHING = "-"
+"""Shown where a test does not define a value."""
+
+
+def p_text(p_value: float) -> str:
+    """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`."""
+    if p_value >= 0.001:
+        return f"{p_value:.3g}"
+    return f"{p_value:.1e}" if p_value > 0 else "0"
+
+
+def p_short(p_value: float) -> str:
+    """A p-value in at most four characters, for a small table cell: `.35`, `.004`, `2e-7`, `1`, `e-12`."""
+    if p_value >= 0.995:
+        return "1"
+    if p_value >= 0.095:
+        return f"{p_value:.2f}"[1:]
+    if p_value >= 0.00095:
+        return f"{p_value:.3f}"[1:]
+    if p_value <= 0:
+        return "0"
+    mantissa, _, exponent = f"{p_value:.0e}".partition("e-")
+    return f"{mantissa}e-{int(exponent)}" if int(exponent) < 10 else f"e-{int(exponent)}"
+
+
+def number_text(value: object) -> str:
+    """A number with at most four significant digits, grouped when large; other things as they are; `-` for nothing."""
+    if value is None or value is pd.NA or (isinstance(value, float) and pd.isna(value)):
+        return NOTHING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def interval_text(ends: tuple[object, object]) -> str:
+    """An interval's two ends: `-0.002 to 0.006`; `-` when the test has none."""
+    low, high = map(number_text, ends)
+    return NOTHING if low == high == NOTHING else f"{low} to {high}"
+
+
+def share_text(share: float | None) -> str:
+    """A share as a percentage: `61.3 %`."""
+    return NOTHING if share is None else f"{100 * share:.1f} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 cell`, `2 cells`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

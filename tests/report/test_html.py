@@ -1,0 +1,204 @@
+"""The page is well-formed, self-contained, escaped, deterministic and says what the data say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from equivtest.records import Word
+from equivtest.report.html import flatten, render_html, write_html
+from equivtest.report.words import REJECTED_MARK
+from tests.report.make import cells, report_data, with_prompt_id
+from tests.report.page import Page
+
+SMALL = {"num_prompts": 2, "num_positions": 6}
+
+
+@pytest.mark.parametrize("word", Word)
+def test_the_page_opens_with_the_verdict_the_headline_the_gate_of_record_and_what_to_do(word: Word) -> None:
+    data = report_data(word, **SMALL)
+    page = Page(render_html(data))
+    assert page.headings[1] == (2, f"{'✓✗?!'[list(Word).index(word)]} {word}")
+    assert {"verdict", str(word)} <= set(page.classes)
+    for line in (data.title, data.headline, *data.reasons, *data.next_steps, data.gate_of_record):
+        assert line in page.text
+    assert f"Exit code {data.exit_code}." in page.text
+    others = set(map(str, Word)) - {str(word)}
+    assert not others & set(page.classes)
+
+
+@pytest.mark.parametrize("word", Word)
+def test_tags_are_balanced_ids_unique_and_headings_in_order(word: Word) -> None:
+    page = Page(render_html(report_data(word, configs=("topp95", "topk50"), **SMALL)))
+    assert len(page.ids) == len(set(page.ids))
+    levels = [level for level, _ in page.headings]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    targets = {value[1:] for _, name, value in page.attributes if name == "href"}
+    assert targets <= set(page.ids)
+
+
+def test_the_reader_of_these_tests_rejects_a_page_with_a_tag_left_open() -> None:
+    text = render_html(report_data(**SMALL))
+    with pytest.raises(AssertionError, match="closes"):
+        Page(text.replace("</table>", "", 1))
+
+
+def test_the_page_asks_the_network_for_nothing() -> None:
+    text = render_html(report_data(Word.DIFFERENT, **SMALL))
+    page = Page(text)
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+    assert "//" not in text.replace("</", "")
+    assert not re.search(r"@import|url\((?!#)", text)
+    references = [
+        value for _, name, value in page.attributes if name in {"href", "src", "srcset", "xlink:href", "data"}
+    ]
+    assert references
+    assert all(value.startswith("#") for value in references)
+
+
+HOSTILE = "<script>alert('x')</script>\"'&<b>"
+
+
+def test_hostile_text_anywhere_is_shown_and_never_becomes_markup() -> None:
+    data = with_prompt_id(report_data(Word.DIFFERENT, **SMALL), "story", HOSTILE)
+    plain = Page(render_html(data))
+    data = replace(
+        data,
+        title=HOSTILE,
+        run_id=HOSTILE,
+        headline=HOSTILE,
+        reasons=(HOSTILE,),
+        next_steps=(HOSTILE, "equivtest " + HOSTILE),
+        gate_of_record=HOSTILE,
+        controls=tuple(replace(c, name=HOSTILE, outcome=HOSTILE, expected=HOSTILE) for c in data.controls),
+        configs=tuple(replace(c, params=HOSTILE, routed=HOSTILE) for c in data.configs),
+        evidence=data.evidence.assign(method=HOSTILE, name=HOSTILE, stratum=HOSTILE),
+        manifest={"command": HOSTILE, HOSTILE: {HOSTILE: [HOSTILE]}},
+    )
+    text = render_html(data)
+    page = Page(text)
+    assert "<script" not in text
+    assert page.tags == plain.tags - {"details", "summary"}
+    assert HOSTILE in page.text
+    assert {name for _, name, _ in page.attributes} == {name for _, name, _ in plain.attributes}
+
+
+def test_a_hostile_config_name_stays_text_in_tables_and_figures() -> None:
+    data = report_data(configs=(HOSTILE,), **SMALL)
+    text = render_html(data)
+    assert "<script" not in text
+    assert Page(text).tags == Page(render_html(report_data(**SMALL))).tags
+
+
+def test_equal_data_give_equal_bytes_and_other_data_do_not(tmp_path: Path) -> None:
+    pages = [
+        write_html(report_data(Word.DIFFERENT, **SMALL), tmp_path / "a.html"),
+        write_html(report_data(Word.DIFFERENT, **SMALL), tmp_path / "b.html"),
+        write_html(report_data(Word.EQUIVALENT, **SMALL), tmp_path / "c.html"),
+    ]
+    first, again, other = (path.read_bytes() for path in pages)
+    assert first == again
+    assert first != other
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.html", "c.html"]
+
+
+def test_a_rejected_cell_is_marked_by_sign_colour_and_number_and_a_passing_one_is_not() -> None:
+    passing = report_data(Word.EQUIVALENT, **SMALL)
+    quiet = cells(num_prompts=2, num_positions=6, faulty=())
+    passing = replace(passing, cells=quiet)
+    target = quiet.index[(quiet["comparison"] == "off_on") & (quiet["prompt_id"] == "chat") & (quiet["position"] == 3)]
+    failing = replace(passing, cells=quiet.copy())
+    failing.cells.loc[target, ["p_value", "q_value"]] = [3.2e-9, 1.5e-7]
+    failing.cells.loc[target, "rejected"] = True
+
+    quiet_page, loud_page = Page(render_html(passing)), Page(render_html(failing))
+    title = "rejected; chat, position 3: p 3.2e-09, q 1.5e-07"
+    marked = [value for _, name, value in loud_page.attributes if name == "title" and value.startswith("rejected")]
+    assert len(marked) == 1
+    assert marked[0].startswith(title)
+    assert loud_page.classes.count("r") == 1
+    assert "1 of 12 cells rejected." in loud_page.text
+    assert f"{REJECTED_MARK} 3e-9" in loud_page.text
+    assert not any(value.startswith("rejected") for _, name, value in quiet_page.attributes if name == "title")
+    assert quiet_page.classes.count("r") == 0
+    assert "1 of 12 cells rejected." not in quiet_page.text
+
+
+def test_every_cell_of_every_comparison_stands_in_a_heat_map_with_its_numbers() -> None:
+    data = report_data(**SMALL)
+    page = Page(render_html(data))
+    titles = [value for tag, name, value in page.attributes if (tag, name) == ("td", "title")]
+    assert len(titles) == len(data.cells) == 3 * 2 * 6
+    order = [text for level, text in page.headings if level == 4]
+    assert [text.split(" (")[0] for text in order[:3]] == ["off vs on", "on vs on_null", "off vs biased"]
+
+
+def test_a_failed_control_is_said_in_words_and_a_passed_one_too() -> None:
+    invalid, valid = (Page(render_html(report_data(word, **SMALL))).text for word in (Word.INVALID, Word.EQUIVALENT))
+    assert "✗ failed" in invalid
+    assert "✗ failed" not in valid
+    assert valid.count("✓ passed") == 2
+
+
+def test_figures_follow_the_page_in_light_and_dark() -> None:
+    text = render_html(report_data(Word.DIFFERENT, **SMALL))
+    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(drawings) == 4, "TV of three comparisons, and acceptance by slot"
+    for drawing in drawings:
+        assert not re.findall(r"#[0-9a-f]{6}\b", drawing), "a colour that the page does not control"
+        assert re.search(r'role="img" aria-label="[^"]{20,}"', drawing)
+    assert "prefers-color-scheme: dark" in text
+    used = set(re.findall(r"var\((--[\w-]+)\)", text))
+    defined = set(re.findall(r"(--[\w-]+):", text))
+    assert used <= defined
+
+
+def test_a_run_without_speculation_controls_tests_or_biased_arm_still_has_a_page() -> None:
+    data = report_data(**SMALL)
+    data = replace(
+        data,
+        controls=(),
+        next_steps=(),
+        reasons=(),
+        cells=data.cells[data.cells["comparison"] == "off_on"],
+        evidence=data.evidence.iloc[:0],
+        acceptance=data.acceptance.iloc[:0],
+        configs=tuple(
+            replace(c, routed="plain: min_p", acceptance_rate=None, mean_accepted=None) for c in data.configs
+        ),
+        manifest={},
+    )
+    page = Page(render_html(data))
+    assert "This run has no controls." in page.text
+    assert "plain: min_p" in page.text
+    assert "Acceptance by slot" not in [text for _, text in page.headings]
+    assert page.text.count("off vs biased") == 1, "only in how to read this page"
+    empty = Page(render_html(replace(data, cells=data.cells.iloc[:0])))
+    assert "No cell was tested." in empty.text
+
+
+def test_a_gate_run_of_one_config_stays_under_half_a_megabyte() -> None:
+    assert len(render_html(report_data(Word.DIFFERENT)).encode()) < 500_000
+
+
+def test_provenance_is_flattened_and_the_command_has_its_own_place() -> None:
+    manifest = {
+        "command": "equivtest run",
+        "code": {"git_commit": "abc", "git_dirty": False},
+        "seeds": [0, 256],
+        "error": None,
+    }
+    assert list(flatten(manifest)) == [
+        ("code / git commit", "abc"),
+        ("code / git dirty", "False"),
+        ("seeds", "0, 256"),
+        ("error", "-"),
+    ]
+    page = Page(render_html(replace(report_data(**SMALL), manifest=manifest)))
+    assert "To reproduce this run: equivtest run" in page.text
