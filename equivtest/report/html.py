@@ -75,7 +75,8 @@ def render_html(data: ReportData) -> str:
             "by_tv": _records(worst_cells(data, comparison, "tv_excess", _NUM_WORST)),
         }
         for comparison in data.comparisons()
-        if comparison == "off_on"
+        # The A/A control's cells matter only when it has something to explain; the planted fault's never do.
+        if comparison == "off_on" or (comparison == "on_on_null" and num_rejected(data.cells_of(comparison)))
     ]
     return (
         _environment()
