@@ -1,0 +1,1 @@
+"""The only place where levels and margins meet results."""

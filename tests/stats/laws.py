@@ -21,7 +21,8 @@ def towards_the_mode(laws: Floats, epsilon: float) -> Floats:
     accepted = np.minimum(1.0, laws[rows, mode] + epsilon)
     residual = laws.copy()
     residual[rows, mode] = 0.0
-    biased = residual / residual.sum(axis=1, keepdims=True) * (1 - accepted)[:, None]
+    left = residual.sum(axis=1, keepdims=True)
+    biased = residual * np.divide((1 - accepted)[:, None], left, out=np.zeros_like(left), where=left > 0)
     biased[rows, mode] = accepted
     return biased
 

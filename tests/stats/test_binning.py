@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equivtest.errors import InsufficientSamples, InvalidSetting
@@ -22,6 +22,7 @@ def bins_of(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return list(zip(table.off.tolist(), table.on.tolist(), strict=True))
 
 
+@settings(deadline=None, max_examples=50)
 @given(cells)
 def test_counts_are_those_of_each_cell_and_arm(pairs):
     table = count_tokens([off for off, _ in pairs], [on for _, on in pairs])
@@ -33,6 +34,7 @@ def test_counts_are_those_of_each_cell_and_arm(pairs):
         assert table.num_on[cell] == len(on)
 
 
+@settings(deadline=None, max_examples=50)
 @given(cells, st.integers(1, 40))
 def test_counting_in_chunks_changes_nothing(pairs, chunk):
     off, on = [off for off, _ in pairs], [on for _, on in pairs]
@@ -44,6 +46,7 @@ def test_counting_in_chunks_changes_nothing(pairs, chunk):
         assert np.array_equal(getattr(whole, field), getattr(pieces, field)), field
 
 
+@settings(deadline=None, max_examples=50)
 @given(cells)
 def test_bins_hold_every_sample_and_are_large_enough(pairs):
     table = merge_bins(count_tokens([off for off, _ in pairs], [on for _, on in pairs]))

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -43,6 +43,7 @@ def by_definition(p: np.ndarray, method: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("method", ADJUST)
+@settings(deadline=None, max_examples=20)
 @given(p=arrays(np.float64, st.integers(1, 40), elements=st.floats(0, 1)))
 def test_adjusted_values_follow_the_definition(method, p):
     assert ADJUST[method](p) == pytest.approx(by_definition(p, method))

@@ -1,0 +1,175 @@
+"""The rules: from what was run and what was found to one of four words.
+
+Precedence: invalid > different > inconclusive > equivalent. Every rule that fires leaves a reason; the word is that of
+the strongest one, and only a run that no rule objects to is equivalent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from equivtest.errors import InvalidSetting
+from equivtest.records import Word
+from equivtest.verdict import words
+from equivtest.verdict.facts import Comparison, ConfigFacts, Finding, RunFacts
+from equivtest.verdict.verdict import Control, Gate, Standing, Verdict
+from equivtest.verdict.words import Reason
+
+
+def decide(run: RunFacts, findings: Sequence[Finding]) -> Verdict:
+    """The verdict on a run. `findings`: at most one a family and comparison; a planned comparison without one, like
+    every refusal, makes the run invalid."""
+    names = [(finding.family, finding.comparison) for finding in findings]
+    if len(set(names)) < len(names):
+        raise InvalidSetting("findings", [f"{family}/{comparison}" for family, comparison in names], "must be unique")
+    standings = tuple(standing(finding, run.confirm) for finding in findings)
+    judged = list(zip(findings, standings, strict=True))
+
+    invalid = [*_missing_rows(run), *map(words.refused, run.refusals), *_missing_findings(run, findings)]
+    invalid += [words.a_a_failed(f, run.confirm) for f in _standing(judged, Comparison.ON_ON_NULL, Standing.CONFIRMED)]
+    invalid += [words.teeth_missed(config, run, findings) for config in _without_teeth(run, findings)]
+    different = [words.different(f, run.confirm) for f in _standing(judged, Comparison.OFF_ON, Standing.CONFIRMED)]
+    inconclusive = [
+        *(words.pending(f) for f in _standing(judged, Comparison.OFF_ON, Standing.PENDING)),
+        *(words.pending(f) for f in _standing(judged, Comparison.ON_ON_NULL, Standing.PENDING)),
+        *_nothing_shown(run, findings),
+    ]
+    notes = [
+        *(words.cleared(f) for f, state in judged if state is Standing.CLEARED),
+        *(line for config in run.configs for line in words.config_notes(config)),
+        *(line for f in findings if f.comparison is Comparison.OFF_ON for line in words.extreme_notes(f)),
+    ]
+
+    by_word: dict[Word, list[Reason]] = {
+        Word.INVALID: invalid,
+        Word.DIFFERENT: different,
+        Word.INCONCLUSIVE: inconclusive,
+    }
+    word = next((word for word, reasons in by_word.items() if reasons), Word.EQUIVALENT)
+    headline = words.headline(word, by_word[word]) if word in by_word else words.equivalent(run, findings)
+    return Verdict(
+        word=word,
+        headline=headline,
+        reasons=(*(reason.line for reasons in by_word.values() for reason in reasons), *notes),
+        gate_of_record=_gate_of_record(findings),
+        controls=(_a_a_control(judged), _teeth_control(run, findings)),
+        findings=tuple(findings),
+        standings=standings,
+        thresholds=_thresholds(run, findings),
+    )
+
+
+def standing(finding: Finding, confirm: bool) -> Standing:
+    """What became of a finding's flags."""
+    if not finding.flagged:
+        return Standing.CLEAR
+    # A planted fault is there by construction: a flag on it needs no confirmation.
+    if not confirm or finding.comparison is Comparison.OFF_BIASED:
+        return Standing.CONFIRMED
+    if finding.confirmation is None:
+        return Standing.PENDING
+    if finding.confirmation.confirmed:
+        return Standing.CONFIRMED
+    untested = {flag.place for flag in finding.flagged} - set(finding.confirmation.tested)
+    return Standing.PENDING if untested else Standing.CLEARED
+
+
+def _standing(judged: Sequence[tuple[Finding, Standing]], comparison: Comparison, state: Standing) -> list[Finding]:
+    return [finding for finding, its in judged if finding.comparison is comparison and its is state]
+
+
+def _of(findings: Sequence[Finding], comparison: Comparison) -> list[Finding]:
+    return [finding for finding in findings if finding.comparison is comparison]
+
+
+def _missing_rows(run: RunFacts) -> list[Reason]:
+    reasons = []
+    for config in run.configs:
+        for arm, expected in config.rows_expected.items():
+            found = config.rows_found.get(arm, 0)
+            if found != expected:
+                reasons.append(words.wrong_rows(config.config, arm, found, expected))
+    return reasons
+
+
+def _missing_findings(run: RunFacts, findings: Sequence[Finding]) -> list[Reason]:
+    if run.refusals:
+        return []  # the refusal says why, once
+    return [words.not_analysed(comparison) for comparison in run.comparisons if not _of(findings, comparison)]
+
+
+def _teeth(config: ConfigFacts, findings: Sequence[Finding]) -> int:
+    """Flags of any family on the planted fault in one config."""
+    return sum(finding.flags_in(config.config) for finding in _of(findings, Comparison.OFF_BIASED))
+
+
+def _without_teeth(run: RunFacts, findings: Sequence[Finding]) -> list[ConfigFacts]:
+    if not _of(findings, Comparison.OFF_BIASED):
+        return []
+    return [config for config in run.configs if config.must_show_teeth and not _teeth(config, findings)]
+
+
+def _nothing_shown(run: RunFacts, findings: Sequence[Finding]) -> list[Reason]:
+    """Why silence would prove nothing."""
+    if run.configs and not any(config.speculated for config in run.configs):
+        return [words.nothing_speculated(run.configs)]
+    reasons = [
+        words.no_control(comparison)
+        for comparison in (Comparison.ON_ON_NULL, Comparison.OFF_BIASED)
+        if comparison not in run.comparisons
+    ]
+    if _of(findings, Comparison.OFF_BIASED) and not _bitten(run, findings) and not _without_teeth(run, findings):
+        reasons.append(words.nothing_to_bite(run))
+    return reasons
+
+
+def _bitten(run: RunFacts, findings: Sequence[Finding]) -> list[ConfigFacts]:
+    return [config for config in run.configs if config.speculated and _teeth(config, findings)]
+
+
+def _gate_of_record(findings: Sequence[Finding]) -> Gate:
+    gate = next((f for f in _of(findings, Comparison.OFF_ON) if f.family == "marginal"), None)
+    if gate is None:
+        return Gate(passed=None, num_rejected=0, num_cells=0, line=words.gate_line(None))
+    return Gate(
+        passed=not gate.flagged,
+        num_rejected=len(gate.flagged),
+        num_cells=gate.num_all,
+        line=words.gate_line(gate),
+    )
+
+
+def _a_a_control(judged: Sequence[tuple[Finding, Standing]]) -> Control:
+    controls = [(f, state) for f, state in judged if f.comparison is Comparison.ON_ON_NULL]
+    states = [state for _, state in controls]
+    failed, undecided = Standing.CONFIRMED in states, Standing.PENDING in states
+    passed = None if not states or (undecided and not failed) else not failed
+    num_rejected = sum(len(f.flagged) for f, _ in controls)
+    num_tests = sum(f.num_all for f, _ in controls)
+    return Control(
+        name="A/A",
+        passed=passed,
+        num_rejected=num_rejected,
+        num_tests=num_tests,
+        line=words.a_a_line(passed, num_rejected, num_tests),
+    )
+
+
+def _teeth_control(run: RunFacts, findings: Sequence[Finding]) -> Control:
+    planted = _of(findings, Comparison.OFF_BIASED)
+    passed = False if _without_teeth(run, findings) else True if _bitten(run, findings) else None
+    num_rejected, num_tests = sum(len(f.flagged) for f in planted), sum(f.num_all for f in planted)
+    return Control(
+        name="planted fault",
+        passed=passed,
+        num_rejected=num_rejected,
+        num_tests=num_tests,
+        line=words.teeth_line(passed, num_rejected, num_tests, run.planted_fault),
+    )
+
+
+def _thresholds(run: RunFacts, findings: Sequence[Finding]) -> dict[str, float | bool | str]:
+    levels = {f"{finding.family}_level": finding.level for finding in findings}
+    alphas = [finding.confirmation.alpha for finding in findings if finding.confirmation]
+    stage_2 = {"confirmation_alpha": alphas[0]} if alphas else {}
+    return {**levels, **stage_2, "confirm": run.confirm, "planted_fault": run.planted_fault}

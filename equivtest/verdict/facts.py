@@ -1,0 +1,174 @@
+"""What a verdict is made from: plain records that hold what was run and what the statistics found.
+
+A family of tests enters a verdict as one `Finding` a comparison; the rules do not know families apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from equivtest.records import Arm
+
+
+class Comparison(StrEnum):
+    """Which two arms are compared, and what for."""
+
+    OFF_ON = "off_on"
+    """The gate: is speculative decoding the same as plain decoding?"""
+    ON_ON_NULL = "on_on_null"
+    """The A/A control: does speculative decoding agree with itself under other seeds?"""
+    OFF_BIASED = "off_biased"
+    """The teeth: is a planted fault seen?"""
+
+    @property
+    def arms(self) -> tuple[Arm, Arm]:
+        """The two arms, in the order in which the statistics take them."""
+        return {
+            Comparison.OFF_ON: (Arm.OFF, Arm.ON),
+            Comparison.ON_ON_NULL: (Arm.ON, Arm.ON_NULL),
+            Comparison.OFF_BIASED: (Arm.OFF, Arm.BIASED),
+        }[self]
+
+    @property
+    def words(self) -> str:
+        return " vs ".join(self.arms)
+
+
+class Place(NamedTuple):
+    """Where a test was made: a config, or one prompt of it, or one position of that prompt (a cell)."""
+
+    config: str
+    prompt_id: str | None = None
+    position: int | None = None
+
+    def __str__(self) -> str:
+        parts = [self.config, self.prompt_id, None if self.position is None else f"position {self.position}"]
+        return " / ".join(part for part in parts if part is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFacts:
+    """What was collected for one config."""
+
+    config: str
+    rows_expected: Mapping[Arm, int]
+    """Rows of stage 1 that the protocol asks for, by arm."""
+    rows_found: Mapping[Arm, int]
+    """Rows of stage 1 on disk, by arm."""
+    greedy: bool = False
+    num_samples: int
+    """Samples of arm on."""
+    num_spec_samples: int
+    """Samples of arm on that were routed to the speculative path."""
+    num_drafted: int
+    """Draft tokens offered to the on arm."""
+    num_accepted: int
+    """Draft tokens that the on arm kept."""
+    plain_reasons: Mapping[str, int]
+    """Why samples of arm on went plain: reason to number of samples."""
+
+    @property
+    def speculated(self) -> bool:
+        """Whether the on arm really decoded speculatively: a draft was offered at least once."""
+        return self.num_drafted > 0
+
+    @property
+    def must_show_teeth(self) -> bool:
+        """Whether a planted acceptance bias can and must show here.
+
+        Not where no draft was offered or every draft was accepted (there is nothing to inflate), and not under greedy
+        decoding, whose constant cells are a test of identity rather than of a law.
+        """
+        return self.speculated and self.num_accepted < self.num_drafted and not self.greedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One test that rejected."""
+
+    place: Place
+    p_value: float
+    """Adjusted for every test it was made with."""
+    effect: float
+    """Size in the finding's measure."""
+    effect_by_chance: float
+    """What the same measure shows on average when nothing is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extreme:
+    """The largest value of a measure, whether or not it was flagged."""
+
+    name: str
+    value: float
+    by_chance: float
+    """What the same measure shows there on average when nothing is wrong."""
+    place: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """Stage 2: the flagged tests again, on fresh seeds."""
+
+    alpha: float
+    """Family-wise level over the tests of this stage."""
+    num_samples: int
+    """Fresh samples an arm."""
+    tested: tuple[Place, ...]
+    confirmed: tuple[Flag, ...]
+    """The tests that rejected again; p-values adjusted over `tested`."""
+    smallest_p: float
+    """Smallest adjusted p-value over `tested`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One family of tests on one comparison."""
+
+    family: str
+    """marginal, joint or law."""
+    comparison: Comparison
+    unit: str
+    """What one test is made on, in the plural: "cells"."""
+    measure: str
+    """What `Flag.effect` measures: "total variation distance"."""
+    num_tests: Mapping[str, int]
+    """Tests made, by config."""
+    flagged: tuple[Flag, ...]
+    """What stage 1 rejected, most significant first."""
+    smallest_p: float
+    """Smallest adjusted p-value of stage 1."""
+    level: float
+    """Level of stage 1."""
+    method: str
+    """How p-values were computed and adjusted, in one phrase."""
+    extremes: tuple[Extreme, ...] = ()
+    confirmation: Confirmation | None = None
+    """Stage 2, where it was made."""
+
+    @property
+    def num_all(self) -> int:
+        return sum(self.num_tests.values())
+
+    def flags_in(self, config: str) -> int:
+        """Number of flags of stage 1 in one config."""
+        return sum(flag.place.config == config for flag in self.flagged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What was run, and how it is to be judged."""
+
+    configs: tuple[ConfigFacts, ...]
+    """Empty where nothing but tokens is known."""
+    planted_fault: str
+    """The fault of the biased arm, in words: "acceptance bias of 0.10"."""
+    comparisons: tuple[Comparison, ...] = tuple(Comparison)
+    """What the run was meant to compare. Two files of samples have no controls: only off vs on."""
+    confirm: bool = True
+    """Whether a flag of stage 1 must be confirmed on fresh seeds before it counts."""
+    refusals: tuple[str, ...] = ()
+    """Messages of the statistics errors that kept an analysis from being made."""

@@ -1,0 +1,239 @@
+"""What a verdict says. Every number that a rule looked at is in its sentence; every problem says what to run next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from equivtest.records import Arm, Word
+from equivtest.verdict.facts import Comparison, ConfigFacts, Finding, Flag, RunFacts
+
+_MOST_PLACES = 3
+"""Places named in a sentence; the rest are counted."""
+
+
+class Reason(NamedTuple):
+    """A rule that fired."""
+
+    problem: str
+    """What is wrong, where, by how much, how sure; fits a headline."""
+    remedy: str = ""
+    """What to run or look at next; empty where the problem says it."""
+
+    @property
+    def line(self) -> str:
+        return f"{self.problem}; {self.remedy}" if self.remedy else self.problem
+
+
+def headline(word: Word, reasons: Sequence[Reason]) -> str:
+    """One sentence for a verdict that has reasons; the first one leads."""
+    opening = {
+        Word.INVALID: "this run cannot be judged",
+        Word.DIFFERENT: "speculative decoding changes what is sampled",
+        Word.INCONCLUSIVE: "not decided",
+    }[word]
+    more = f" (and {_count(len(reasons) - 1, 'more reasons')})" if len(reasons) > 1 else ""
+    return f"{opening}: {reasons[0].problem}{more}"
+
+
+def equivalent(run: RunFacts, findings: Sequence[Finding]) -> str:
+    """What an equivalent run has shown: no more than the planted fault allows to say."""
+    looked = _of(findings, Comparison.OFF_ON)
+    planted = _of(findings, Comparison.OFF_BIASED)
+    found = "no difference stood on fresh seeds" if any(f.flagged for f in looked) else "no difference found"
+    where = _and(_count(finding.num_all, finding.unit) for finding in looked)
+    configs = ", ".join(config.config for config in run.configs if config.speculated)
+    seen = _and(f"{len(f.flagged):,} of {_count(f.num_all, f.unit)}" for f in planted)
+    return (
+        f"{found} between plain and speculative decoding in {where} ({configs}); "
+        f"a planted {run.planted_fault} was detected ({seen})"
+    )
+
+
+def wrong_rows(config: str, arm: Arm, found: int, expected: int) -> Reason:
+    if found < expected:
+        return Reason(
+            f"{expected - found:,} of {expected:,} rows are missing in config {config}, arm {arm}",
+            "finish collecting with `equivtest run --resume`",
+        )
+    return Reason(
+        f"{found:,} rows in config {config}, arm {arm}, where the protocol asks for {expected:,}",
+        "samples of another run are mixed in; collect into an empty folder",
+    )
+
+
+def refused(message: str) -> Reason:
+    return Reason(f"the statistics refused: {message}")
+
+
+def not_analysed(comparison: Comparison) -> Reason:
+    return Reason(f"{comparison.words} was not analysed", "recompute with `equivtest report`")
+
+
+def a_a_failed(finding: Finding, confirm: bool) -> Reason:
+    return Reason(
+        f"the A/A control failed: {_stood(finding, confirm)}",
+        "both arms are one decoder under two sets of seeds: look for seeds that collide or state that requests share",
+    )
+
+
+def teeth_missed(config: ConfigFacts, run: RunFacts, findings: Sequence[Finding]) -> Reason:
+    tests = _and(
+        _count(f.num_tests.get(config.config, 0), f.unit) for f in findings if f.comparison is Comparison.OFF_BIASED
+    )
+    return Reason(
+        f"the planted {run.planted_fault} was missed in config {config.config} (0 of {tests})",
+        "a real fault of that size would be missed too: collect more seeds or plant a larger fault",
+    )
+
+
+def different(finding: Finding, confirm: bool) -> Reason:
+    return Reason(
+        _stood(finding, confirm),
+        "to find the stage, run again with another --drafter, --acceptance or --kernels and see which one clears it",
+    )
+
+
+def pending(finding: Finding) -> Reason:
+    return Reason(
+        f"{_flagged(finding)} on first look and not yet tested on fresh seeds",
+        "collect them with `equivtest run --resume`",
+    )
+
+
+def nothing_speculated(configs: Sequence[ConfigFacts]) -> Reason:
+    why = "; ".join(f"{config.config}: {_why_plain(config)}" for config in configs)
+    return Reason(
+        f"nothing was tested, because no draft token was ever offered ({why})",
+        "choose a config, drafter or kernel backend that speculates",
+    )
+
+
+def no_control(comparison: Comparison) -> Reason:
+    missing = {
+        Comparison.ON_ON_NULL: "no A/A control was run, so nothing shows that the samples can be trusted",
+        Comparison.OFF_BIASED: "no fault was planted, so nothing shows that one would have been seen",
+    }[comparison]
+    return Reason(missing, "`equivtest run` collects the controls")
+
+
+def nothing_to_bite(run: RunFacts) -> Reason:
+    return Reason(
+        f"the planted {run.planted_fault} had nothing to act on, so nothing shows that a fault would have been seen",
+        "choose a sampled config or a drafter whose drafts are sometimes rejected",
+    )
+
+
+def cleared(finding: Finding) -> str:
+    stage_2 = finding.confirmation
+    if stage_2 is None:
+        return ""
+    return (
+        f"{_flagged(finding)} on first look and did not on {stage_2.num_samples:,} fresh samples an arm "
+        f"(smallest adjusted p {_p(stage_2.smallest_p)}, level {stage_2.alpha:g}): chance"
+    )
+
+
+def config_notes(config: ConfigFacts) -> Iterator[str]:
+    """What a reader must know about how a config was decoded."""
+    if not config.speculated:
+        yield f"{config.config}: {_why_plain(config)}; speculation was not tested there"
+        return
+    if config.greedy:
+        yield f"{config.config}: greedy decoding, which tests that the text is identical rather than a law"
+    if config.plain_reasons:
+        plain = config.num_samples - config.num_spec_samples
+        yield f"{config.config}: {plain:,} of {config.num_samples:,} samples went plain ({_reasons(config)})"
+    share = config.num_accepted / config.num_drafted
+    yield f"{config.config}: {config.num_accepted:,} of {config.num_drafted:,} draft tokens accepted ({share:.0%})"
+    if config.num_accepted == config.num_drafted:
+        yield f"{config.config}: a planted acceptance bias has nothing to act on, since every draft was accepted"
+
+
+def extreme_notes(finding: Finding) -> Iterator[str]:
+    for extreme in finding.extremes:
+        yield f"{extreme.name}: {extreme.value:.2f} at {extreme.place} ({extreme.by_chance:.2f} is usual by chance)"
+
+
+def gate_line(finding: Finding | None) -> str:
+    if finding is None:
+        return "gate of record: not available, off vs on was not analysed"
+    return (
+        f"gate of record (zero rejections of off vs on at {finding.level:g}): {'fail' if finding.flagged else 'pass'}, "
+        f"{len(finding.flagged):,} of {_count(finding.num_all, finding.unit)} rejected"
+    )
+
+
+def a_a_line(passed: bool | None, num_rejected: int, num_tests: int) -> str:
+    if not num_tests:
+        return "A/A control: not run"
+    found = f"{num_rejected:,} of {num_tests:,} rejected, on vs on_null"
+    if passed is None:
+        return f"A/A control: undecided until tested on fresh seeds, {found}"
+    chance = ", none standing on fresh seeds" if passed and num_rejected else ""
+    return f"A/A control: {'passed' if passed else 'failed'}, {found}{chance}"
+
+
+def teeth_line(passed: bool | None, num_rejected: int, num_tests: int, fault: str) -> str:
+    if not num_tests:
+        return "planted fault: not run"
+    state = {True: "detected", False: "missed", None: "had nothing to act on"}[passed]
+    return f"planted fault ({fault}): {state}, {num_rejected:,} of {num_tests:,} rejected, off vs biased"
+
+
+def _stood(finding: Finding, confirm: bool) -> str:
+    """A finding whose flags count: how many, how sure and where."""
+    stage_2 = finding.confirmation if confirm else None
+    flags = finding.flagged if stage_2 is None else stage_2.confirmed
+    sure = "on the first look, without confirmation"
+    if stage_2 is not None:
+        sure = f"again on {stage_2.num_samples:,} fresh samples an arm"
+    worst = max(flags, key=lambda flag: flag.effect - flag.effect_by_chance)
+    return (
+        f"{_flagged(finding, len(flags))} {sure} (smallest adjusted p {_p(min(flag.p_value for flag in flags))}); "
+        f"most at {worst.place}, {finding.measure} {worst.effect:.2f} where {worst.effect_by_chance:.2f} is usual; "
+        f"in {_places(flags)}"
+    )
+
+
+def _flagged(finding: Finding, number: int | None = None) -> str:
+    number = len(finding.flagged) if number is None else number
+    return f"{number:,} of {_count(finding.num_all, finding.unit)} differed, {finding.comparison.words},"
+
+
+def _places(flags: Sequence[Flag]) -> str:
+    """Strata with the most flags first."""
+    counts: dict[str, int] = {}
+    for flag in flags:
+        stratum = str(flag.place._replace(position=None))
+        counts[stratum] = counts.get(stratum, 0) + 1
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    named = ", ".join(f"{stratum} ({number})" for stratum, number in ranked[:_MOST_PLACES])
+    rest = len(ranked) - _MOST_PLACES
+    return f"{named} and {rest} more" if rest > 0 else named
+
+
+def _why_plain(config: ConfigFacts) -> str:
+    if config.plain_reasons:
+        return f"routed plain ({_reasons(config)})"
+    return "the drafter offered nothing"
+
+
+def _reasons(config: ConfigFacts) -> str:
+    return ", ".join(f"{reason}: {number:,}" for reason, number in sorted(config.plain_reasons.items()))
+
+
+def _of(findings: Sequence[Finding], comparison: Comparison) -> list[Finding]:
+    return [finding for finding in findings if finding.comparison is comparison]
+
+
+def _count(number: int, plural: str) -> str:
+    return f"{number:,} {plural[:-1] if number == 1 else plural}"
+
+
+def _and(parts: Iterable[str]) -> str:
+    return " and ".join(parts)
+
+
+def _p(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
