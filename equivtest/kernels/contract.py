@@ -7,7 +7,7 @@ The one law of the house, in this order (`LAW_ORDER`):
     softmax    over what is kept
     top-p      keep z >= the z at which the mass of the larger ones first reaches top_p
     min-p      keep p >= min_p * max p
-    renormalise; filtered tokens are exact 0.0
+    renormalise; filtered tokens are exact 0.0 (and a kept one may be 0 where float32 only has subnormals, below 1e-37)
 
 Every filter is a threshold on z, so tokens that tie at a cut are all kept, whatever their id. `temperature == 0`
 is greedy: a point mass on the largest logit, the lowest id on a tie.
@@ -87,7 +87,9 @@ class SpecAccept(NamedTuple):
 
     output_token_ids: Tensor  # int64 [B, K+1]: the accepted drafts, then one recovered or bonus token, then PADDING
     emitted: Tensor  # int32 [B]: length of the accepted prefix; the row puts out emitted + 1 tokens. Commit on this.
-    acceptance_telemetry: Tensor  # int32 [B]: drafts whose own coin accepts, also past the first rejection. Never commit.
+    acceptance_telemetry: (
+        Tensor  # int32 [B]: drafts whose own coin accepts, also past the first rejection. Never commit.
+    )
 
 
 class SpecScratch:
@@ -170,16 +172,16 @@ class KernelBackend(Protocol):
         (from p itself in the one case where rounding leaves that residual empty); full acceptance draws from row
         num_draft with the BONUS coin of position + num_draft; num_draft 0 draws from row 0 with the PLAIN coin.
 
-        Rows need not sum to 1: every draw is relative to its row's sum. Raises InvalidKernelInput naming the row, before
-        anything is written, for a negative or non-finite entry among those it looks at (every draft's own entries, and
-        all of the rows it draws from) and for a row without mass.
+        Rows need not sum to 1: every draw is relative to its row's sum. Raises InvalidKernelInput naming the row,
+        before anything is written, for a negative or non-finite entry among those it looks at (every draft's own
+        entries, and all of the rows it draws from) and for a row without mass.
         """
         ...
 
     def sample(self, target_probs: Tensor, streams: Streams, *, out: Tensor) -> Tensor:
         """One draw per row with the PLAIN coin of its position.
 
-        target_probs: [B, vocab_size]; out: int64 [B], written in place and returned. Refuses rows as `spec_accept` does.
+        target_probs: [B, vocab_size]; out: int64 [B], written in place and returned. Refuses what `spec_accept` does.
         """
         ...
 
@@ -206,8 +208,10 @@ def check_params_supported(backend: KernelBackend, params: SamplingParams, *, se
         raise UnsupportedSampling(backend.name, "a per-request seed")
 
 
-def check_verify_probs(backend: KernelBackend, logits: Tensor, params: RowParams, out: Tensor, out_rows: Tensor | None) -> None:
-    """Shapes, dtypes, devices and parameter ranges of a verify_probs call; the logits' values are the backend's to check."""
+def check_verify_probs(
+    backend: KernelBackend, logits: Tensor, params: RowParams, out: Tensor, out_rows: Tensor | None
+) -> None:
+    """Shapes, dtypes, devices and parameter ranges of a verify_probs call; the backend checks the logits' values."""
     op = "verify_probs"
     _check_rank(op, "logits", logits, ("num_rows", "vocab_size"))
     num_rows, vocab_size = logits.shape
@@ -231,10 +235,14 @@ def check_verify_probs(backend: KernelBackend, logits: Tensor, params: RowParams
         _check_shape(op, "out_rows", out_rows, (num_rows,))
         _check_dtype(op, "out_rows", out_rows, torch.int64)
         _check_values(op, "out_rows out of range", out_rows, (out_rows < 0) | (out_rows >= out.shape[0]))
-        if out_rows.unique().numel() != num_rows:
+        if int(out_rows.bincount().max() if num_rows else 0) > 1:
             raise InvalidKernelInput(op, "out_rows must name each row once")
-    _check_values(op, "temperature must be finite and at least 0", params.temperature,
-                  ~(params.temperature.isfinite() & (params.temperature >= 0)))
+    _check_values(
+        op,
+        "temperature must be finite and at least 0",
+        params.temperature,
+        ~(params.temperature.isfinite() & (params.temperature >= 0)),
+    )
     _check_values(op, "top_k must be at least 0", params.top_k, params.top_k < 0)
     _check_values(op, "top_p must be above 0 and at most 1", params.top_p, ~((params.top_p > 0) & (params.top_p <= 1)))
     _check_values(op, "min_p must be between 0 and 1", params.min_p, ~((params.min_p >= 0) & (params.min_p <= 1)))
@@ -264,8 +272,14 @@ def check_spec_accept(
     _check_dtype(op, "num_draft", num_draft, torch.int32)
     _check_dtype(op, "target_probs", target_probs, backend.capabilities.probs_dtype)
     _check_dtype(op, "scratch", scratch.target_probs, backend.capabilities.probs_dtype)
-    devices = {"scratch": scratch.target_probs, "target_probs": target_probs, "draft_token_ids": draft_token_ids, "num_draft": num_draft,
-               "streams.keys": streams.keys, "streams.positions": streams.positions}
+    devices = {
+        "scratch": scratch.target_probs,
+        "target_probs": target_probs,
+        "draft_token_ids": draft_token_ids,
+        "num_draft": num_draft,
+        "streams.keys": streams.keys,
+        "streams.positions": streams.positions,
+    }
     if draft_probs is not None:
         _check_shape(op, "draft_probs", draft_probs, (batch, max_draft, vocab_size))
         _check_dtype(op, "draft_probs", draft_probs, target_probs.dtype)
@@ -282,7 +296,9 @@ def check_spec_accept(
         if bool(wrong.any()):
             row, slot = (int(i) for i in wrong.nonzero()[0])
             raise InvalidKernelInput(
-                op, f"draft id out of range 0..{vocab_size - 1} at slot {slot}", row=row,
+                op,
+                f"draft id out of range 0..{vocab_size - 1} at slot {slot}",
+                row=row,
                 value=int(draft_token_ids[row, slot]),
             )
 
@@ -311,9 +327,9 @@ def check_paged_attention(
     _check_rank(op, "query", query, ("num_rows", "num_heads", "head_dim"))
     _check_rank(op, "kv_pages", kv_pages, ("num_pages", "2", "page_size", "num_kv_heads", "head_dim"))
     _check_rank(op, "page_table", page_table, ("B", "max_pages"))
-    num_rows, num_heads, head_dim = query.shape
+    _, num_heads, head_dim = query.shape
     num_pages, _, page_size, num_kv_heads, _ = kv_pages.shape
-    batch, max_pages = page_table.shape
+    batch = page_table.shape[0]
     if query.dtype not in (torch.float32, torch.bfloat16):
         raise InvalidKernelInput(op, "query must be torch.float32 or torch.bfloat16", value=query.dtype)
     _check_dtype(op, "kv_pages", kv_pages, query.dtype)
@@ -328,8 +344,9 @@ def check_paged_attention(
     _check_shape(op, "query_start", query_start, (batch + 1,))
     for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("query_start", query_start)):
         _check_dtype(op, name, tensor, torch.int32)
-    _check_device(op, backend, query=query, kv_pages=kv_pages, page_table=page_table, kv_lens=kv_lens,
-                  query_start=query_start)
+    _check_device(
+        op, backend, query=query, kv_pages=kv_pages, page_table=page_table, kv_lens=kv_lens, query_start=query_start
+    )
 
 
 def check_paged_attention_values(
@@ -345,10 +362,18 @@ def check_paged_attention_values(
     rows_each = query_start.diff()
     _check_values(op, "query_start must not decrease", rows_each, rows_each < 0)
     ends = query_start[[0, -1]]
-    _check_values(op, "query_start must run from 0 to the number of query rows", ends,
-                  ends != torch.tensor([0, num_rows], device=ends.device))
-    _check_values(op, "kv_lens must count at least the sequence's own rows and fit its pages", kv_lens,
-                  (kv_lens < rows_each) | (kv_lens > max_pages * page_size))
+    _check_values(
+        op,
+        "query_start must run from 0 to the number of query rows",
+        ends,
+        ends != torch.tensor([0, num_rows], device=ends.device),
+    )
+    _check_values(
+        op,
+        "kv_lens must count at least the sequence's own rows and fit its pages",
+        kv_lens,
+        (kv_lens < rows_each) | (kv_lens > max_pages * page_size),
+    )
     used = torch.arange(0, max_pages * page_size, page_size, device=kv_lens.device) < kv_lens[:, None]
     wrong = used & ((page_table < 0) | (page_table >= num_pages))
     wrong_rows = wrong.any(dim=1)
@@ -360,8 +385,12 @@ def _check_streams(op: str, streams: Streams, batch: int, max_draft: int) -> Non
     for name, column in streams._asdict().items():
         _check_shape(op, f"streams.{name}", column, (batch,))
         _check_dtype(op, f"streams.{name}", column, torch.int64)
-    _check_values(op, "streams.positions must be a 32-bit count", streams.positions,
-                  (streams.positions < 0) | (streams.positions + max_draft >= 2**32))
+    _check_values(
+        op,
+        "streams.positions must be a 32-bit count",
+        streams.positions,
+        (streams.positions < 0) | (streams.positions + max_draft >= 2**32),
+    )
 
 
 def _check_rank(op: str, name: str, tensor: Tensor, dims: tuple[str, ...]) -> None:

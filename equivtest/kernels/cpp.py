@@ -48,9 +48,7 @@ class CppBackend:
         dtypes=frozenset({torch.float32, torch.bfloat16}),
     )
 
-    def verify_probs(
-        self, logits: Tensor, params: RowParams, *, out: Tensor, out_rows: Tensor | None = None
-    ) -> Tensor:
+    def verify_probs(self, logits: Tensor, params: RowParams, *, out: Tensor, out_rows: Tensor | None = None) -> Tensor:
         check_verify_probs(self, logits, params, out, out_rows)
         columns = (column.contiguous() for column in params)
         rows = None if out_rows is None else out_rows.contiguous()
@@ -109,9 +107,7 @@ def _call(op: str, kernel: Callable[..., None], *args: Tensor | None) -> None:
         fault = _FAULT.search(str(error))
         if fault is None:
             raise
-        raise InvalidKernelInput(
-            op, fault["problem"], row=int(fault["row"]), value=float(fault["value"])
-        ) from None
+        raise InvalidKernelInput(op, fault["problem"], row=int(fault["row"]), value=float(fault["value"])) from None
 
 
 def _writes_in_place(*args: Tensor | None) -> None:

@@ -1,8 +1,8 @@
 """Builds and loads the C++ extension: compiled on first use into the user's cache, loaded from there afterwards.
 
-A build is named by a hash of everything that its code depends on: sources, flags, torch's version, and the CPU's feature
-flags, since a library compiled with -march=native must not run on another CPU. It is made in a folder of its own and
-renamed into place, so builds at the same time, or killed half-way, never meet.
+A build is named by a hash of everything that its code depends on: sources, flags, torch's version, and the CPU's
+feature flags, since a library compiled with -march=native must not run on another CPU. It is made in a folder of its
+own and renamed into place, so builds at the same time, or killed half-way, never meet.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 import ninja
 import platformdirs
 import torch
-from torch.utils import cpp_extension
 
 from equivtest.errors import KernelUnavailable
 from equivtest.resources import resource_dir
@@ -58,7 +57,7 @@ def load_extension(cache: Path) -> Path:
         _log.info("compiled the C++ kernels in %.0f s: %s", time.monotonic() - started, home)
         return library
     try:
-        torch.ops.load_library(str(library))
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise KernelUnavailable("cpp", f"{library} cannot be loaded: {error}; delete it to build it again") from error
     return library
@@ -77,10 +76,12 @@ def build_key(root: Path, flags: tuple[str, ...], torch_version: str, cpu: str) 
 def cpu_identity() -> str:
     """Architecture and feature flags: two CPUs that agree run each other's -march=native code."""
     cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
+    if not cpuinfo.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    text = cpuinfo.read_text()
     features = re.search(r"^(flags|Features)\s*:.*$", text, re.MULTILINE)
-    model = re.search(r"^(cpu family|model)\s*:.*$", text, re.MULTILINE)
-    return " ".join([platform.machine(), *(found[0] for found in (features, model) if found)] or [text])
+    model = re.search(r"^model\s*:.*$", text, re.MULTILINE)
+    return " ".join([platform.machine(), *(found[0] for found in (features, model) if found)])
 
 
 def install(home: Path, build: Callable[[Path], None]) -> None:
@@ -103,10 +104,12 @@ def install(home: Path, build: Callable[[Path], None]) -> None:
 
 def _compile_and_load(root: Path, folder: Path) -> None:
     """Compile, link and load the library in `folder`, with torch's extension loader."""
+    from torch.utils import cpp_extension  # slow to import, and only a build needs it
+
     try:
         with _ninja_on_path(), _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about compiler versions torch was not built with; a failure still raises
-            cpp_extension.load(  # type: ignore[no-untyped-call]
+            cpp_extension.load(
                 name=LIBRARY_NAME,
                 sources=[str(root / source) for source in SOURCES],
                 extra_cflags=list(COMPILE_FLAGS),
@@ -144,7 +147,7 @@ def _ninja_on_path() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch's builder logs to stderr before anyone has asked it to."""
-    logger = logging.getLogger(cpp_extension.__name__)
+    logger = logging.getLogger("torch.utils.cpp_extension")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:

@@ -46,9 +46,7 @@ class ReferenceBackend:
             probs_dtype=dtype,
         )
 
-    def verify_probs(
-        self, logits: Tensor, params: RowParams, *, out: Tensor, out_rows: Tensor | None = None
-    ) -> Tensor:
+    def verify_probs(self, logits: Tensor, params: RowParams, *, out: Tensor, out_rows: Tensor | None = None) -> Tensor:
         check_verify_probs(self, logits, params, out, out_rows)
         if logits.shape[0] == 0:
             return out
@@ -104,7 +102,11 @@ class ReferenceBackend:
             # Rounding alone can leave the residual empty: p <= q everywhere, and yet the coin rejected.
             weights = torch.where((recovering & (residual.sum(dim=1) > 0))[:, None], residual, p)
         _check_mass(op, weights)
-        purposes = ((recovering, Purpose.RECOVER), (~recovering & (num_draft > 0), Purpose.BONUS), (num_draft == 0, Purpose.PLAIN))
+        purposes = (
+            (recovering, Purpose.RECOVER),
+            (~recovering & (num_draft > 0), Purpose.BONUS),
+            (num_draft == 0, Purpose.PLAIN),
+        )
         u = torch.zeros(batch, dtype=torch.float64, device=num_draft.device)
         for rows_of, purpose in purposes:
             u = torch.where(rows_of, _coins(streams.keys, streams.positions + emitted, purpose), u)
@@ -147,7 +149,9 @@ class ReferenceBackend:
             last_seen = torch.arange(length - num_rows, length, device=query.device)
             future = torch.arange(length, device=query.device) > last_seen[:, None]
             weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
-            out[rows] = torch.einsum("kgnt,tkd->nkgd", weights, values).reshape(num_rows, num_heads, head_dim).to(query.dtype)
+            out[rows] = (
+                torch.einsum("kgnt,tkd->nkgd", weights, values).reshape(num_rows, num_heads, head_dim).to(query.dtype)
+            )
         return out
 
 

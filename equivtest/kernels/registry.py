@@ -25,7 +25,7 @@ def known_backends() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def get_backend(name: str) -> KernelBackend:
     """The backend of that name, built on first use.
 
