@@ -43,6 +43,18 @@ def test_sample_order_and_token_names_change_nothing_to_the_last_bit(way, pairs,
     assert_identical(family(*zip(*pairs, strict=True), **way), family(*zip(*renamed, strict=True), **way))
 
 
+def test_token_names_change_nothing_where_many_totals_tie():
+    rng = np.random.default_rng(0)
+    on_counts = rng.integers(1, 30, size=40)
+    off, on = np.repeat(np.arange(40), 30 - on_counts), np.repeat(np.arange(40), on_counts)
+    results = []
+    for _ in range(20):
+        names = rng.permutation(40)
+        results.append(family([names[off]], [names[on]]))
+    for other in results[1:]:
+        assert_identical(results[0], other)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @settings(max_examples=25, deadline=None)
 @given(pairs=cells)

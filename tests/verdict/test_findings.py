@@ -50,7 +50,7 @@ def test_confirmation_is_bonferroni_over_the_tested_cells():
     # X^2 of 118/82 against 100/100 gives p = .071, of 127/73 gives p = .0064: enough alone, not among two.
     near = np.repeat([0, 1], [127, 73])
     assert confirmation([SAME], [near], CELLS[:1], rng=rng).confirmed
-    assert not confirmation([SAME, SAME], [near, SAME], CELLS[:2], rng=rng).confirmed
+    assert not confirmation([SAME, SAME], [near, near], CELLS[:2], rng=rng).confirmed
     assert not confirmation([SAME], [np.repeat([0, 1], [118, 82])], CELLS[:1], rng=rng).confirmed
 
 

@@ -44,7 +44,8 @@ def arms(on_bias):
 def test_a_correct_decoder_is_stopped_in_well_under_one_percent_of_runs():
     """800 runs must refute that 1 % or more are stopped (exact, one-sided, at 5 %: at most 3 are). Each of two
     comparisons is flagged in some 3.5 % of runs and a flag stands on fresh seeds in under 1 % of those, so .06 % are
-    expected; more than 3 then come once in 500 times. The literal gate of record alone stops up to q: exact 99.9 % interval."""
+    expected; more than 3 then come once in 500 times. The literal gate of record alone stops up to q: exact 99.9 %
+    interval."""
     rng = np.random.default_rng(22)
     laws = arms(on_bias=0.0)
     verdicts = [judge(laws, rng) for _ in range(800)]
