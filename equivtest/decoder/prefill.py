@@ -90,7 +90,7 @@ def _prompt_pages(table: RequestTable, max_batch: int) -> int:
 
 
 def _packed(prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """(prompt, next piece of it) pairs for one forward each, at most MAX_PREFILL_ROWS tokens; the last token is left out."""
+    """(prompt, next piece of it) pairs of at most MAX_PREFILL_ROWS tokens a forward; the last token is left out."""
     pieces: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     room = MAX_PREFILL_ROWS
     for prompt in prompts:

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from equivtest.decoder.routing import Route, request_stream_key
+from equivtest.decoder.routing import request_stream_key
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.contract import RowParams
-from equivtest.records import Generation, Origin, Request
+from equivtest.records import Generation, Origin, Request, Route
 
 _ORIGINS = (Origin.ACCEPTED, Origin.RECOVERED, Origin.BONUS, Origin.PLAIN)
 ACCEPTED, RECOVERED, BONUS, PLAIN = range(4)

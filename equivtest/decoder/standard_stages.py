@@ -47,7 +47,7 @@ class RaggedForward:
     def __call__(self, step: StepInput, drafts: Drafts) -> Scored:
         block = np.concatenate([step.last_token_ids[:, None], drafts.token_ids], axis=1)
         batch_rows, slots = np.nonzero(np.arange(block.shape[1]) <= drafts.num_draft[:, None])
-        batch = step.kv.extend(step.sequences, drafts.num_draft + 1)
+        batch = step.kv.extend(step.sequences, drafts.num_draft.astype(np.int64) + 1)
         token_ids = torch.from_numpy(block[batch_rows, slots]).to(self.model.device)
         hidden = self.model.forward(token_ids, batch, step.kv)
         return Scored(self.model.logits(hidden), batch_rows, slots)
@@ -104,7 +104,7 @@ def standard_stages(
     acceptance: str = "chain",
     plain_backend: KernelBackend | None = None,
 ) -> Stages:
-    """The stages of a correct decoder; `plain_backend` serves rows that `backend` cannot represent (default: itself)."""
+    """The stages of a correct decoder; `plain_backend` serves rows that `backend` cannot represent (default: all)."""
     plain = plain_backend or backend
     return Stages(
         propose=DrafterPropose(drafter),

@@ -21,7 +21,7 @@ def known_faults() -> tuple[str, ...]:
 
 
 def get_fault(name: str, **params: float) -> Fault:
-    """The fault of that name with its parameters. Raises UnknownName or, for a parameter out of range, InvalidSetting."""
+    """The fault of that name with its parameters. Raises UnknownName, or InvalidSetting out of range."""
     if name not in _FACTORIES:
         raise UnknownName("fault", name, _FACTORIES)
     return _FACTORIES[name](**params)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from equivtest.decoder.stages import AcceptStage, Drafts, Stages, StepInput
+from equivtest.decoder.stages import AcceptStage, Drafts, StepInput
 from equivtest.errors import InvalidSetting
 from equivtest.faults.base import Fault
 from equivtest.kernels.contract import SpecAccept

@@ -110,7 +110,7 @@ def sequence_law(
 
 
 def law_p_value(law: dict[tuple[int, ...], float], outcomes: Sequence[Sequence[int]]) -> float:
-    """Pearson chi-squared of whole sequences against their law; those expected under 5 share a bin. 0 off the support."""
+    """Pearson chi-squared of whole sequences against their law; under 5 expected share a bin. 0 off the support."""
     index = {sequence: i for i, sequence in enumerate(law)}
     if any(tuple(outcome) not in index for outcome in outcomes):
         return 0.0

@@ -133,7 +133,7 @@ class ModelDrafter:
         return self.model.forward(torch.from_numpy(token_ids).to(self.model.device), batch, call.kv)
 
     def _probs_for(self, step: StepInput, width: int) -> Tensor:
-        """A contiguous view [B, width, vocab_size] of a buffer that is allocated at the first call that needs its size."""
+        """A contiguous view [B, width, vocab_size] of a buffer that is allocated once and grows when it must."""
         num_rows, vocab_size = self._running.max_rows, self.model.config.vocab_size
         if self._probs is None or self._probs.shape[0] < num_rows:
             like = step.scratch.target_probs

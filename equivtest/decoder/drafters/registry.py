@@ -27,8 +27,7 @@ class DrafterContext:
 
 
 def _model(context: DrafterContext) -> Drafter:
-    if context.draft_model is None:
-        raise InvalidSetting("draft_model", None, "drafter 'model' needs a draft model")
+    assert context.draft_model is not None  # checked by make_drafter
     model, label = context.draft_model()
     return ModelDrafter(model, context.backend, target=context.target, label=label)
 
@@ -46,8 +45,15 @@ def known_drafters() -> tuple[str, ...]:
     return tuple(_FACTORIES)
 
 
-def make_drafter(name: str, context: DrafterContext) -> Drafter:
-    """The drafter of that name. Raises UnknownName, or InvalidSetting for what it lacks or cannot be."""
+def check_drafter(name: str, *, has_draft_model: bool) -> None:
+    """What can be said before a model is loaded: raises UnknownName, or InvalidSetting for a missing draft model."""
     if name not in _FACTORIES:
         raise UnknownName("drafter", name, _FACTORIES)
+    if name == "model" and not has_draft_model:
+        raise InvalidSetting("draft_model", None, "drafter 'model' needs a draft model")
+
+
+def make_drafter(name: str, context: DrafterContext) -> Drafter:
+    """The drafter of that name. Raises UnknownName, or InvalidSetting for what it lacks or cannot be."""
+    check_drafter(name, has_draft_model=context.draft_model is not None)
     return _FACTORIES[name](context)

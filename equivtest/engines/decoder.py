@@ -1,0 +1,127 @@
+"""The built-in decoder as an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import equivtest
+from equivtest.decoder.acceptance import acceptance_rule
+from equivtest.decoder.drafters.registry import DrafterContext, check_drafter, make_drafter
+from equivtest.decoder.executor import Executor
+from equivtest.decoder.hub import resolve_model
+from equivtest.decoder.model import Model
+from equivtest.decoder.weights import Checkpoint, default_dtype, load_checkpoint
+from equivtest.engines.base import EngineOptions, Messages, StagesWrap
+from equivtest.errors import UnsupportedModel
+from equivtest.kernels.registry import get_backend, resolve_auto
+from equivtest.records import Generation, Request
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class DecoderEngine:
+    """Loads a model and decodes with it, with and without speculation."""
+
+    def __init__(self, executor: Executor, checkpoint: Checkpoint, description: Mapping[str, Any]) -> None:
+        self._executor, self._tokenizer, self._description = executor, checkpoint.tokenizer, description
+
+    @classmethod
+    def open(cls, options: EngineOptions, *, on_message: Callable[[str], None] | None = None) -> DecoderEngine:
+        """Fetch and load the model. `on_message` gets a line where something takes long.
+
+        Raises ModelUnavailable, ChecksumMismatch, UnsupportedModel, KernelUnavailable, UnknownName or InvalidSetting.
+        """
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        kernels, refused = resolve_auto() if options.kernels == "auto" else (options.kernels, {})
+        backend = get_backend(kernels)
+        # What is wrong with the request is said before the model is fetched.
+        acceptance_rule(options.acceptance, backend)
+        check_drafter(options.drafter, has_draft_model=options.draft_model is not None)
+        dtype = default_dtype() if options.dtype == "auto" else _DTYPES[options.dtype]
+        checkpoint = load_checkpoint(resolve_model(options.model, on_progress=on_message))
+        model = Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype)
+
+        def load_draft_model() -> tuple[Model, str]:
+            name = str(options.draft_model)
+            small = load_checkpoint(resolve_model(name, on_progress=on_message))
+            require_same_vocabulary(name, small, checkpoint)
+            return Model(small.config, small.weights, backend, dtype=dtype), name
+
+        drafter = make_drafter(
+            options.drafter,
+            DrafterContext(
+                target=model,
+                backend=backend,
+                early_exit_layers=options.early_exit_layers,
+                draft_model=None if options.draft_model is None else load_draft_model,
+            ),
+        )
+        executor = Executor(
+            model,
+            backend,
+            drafter,
+            max_batch=options.max_batch,
+            max_draft=options.draft_len,
+            acceptance=options.acceptance,
+        )
+        description = {
+            "engine": "decoder",
+            "model": options.model,
+            "model_sha256": checkpoint.sha256,
+            "architecture": checkpoint.config.architecture,
+            "num_layers": checkpoint.config.num_layers,
+            "vocab_size": checkpoint.config.vocab_size,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "kernels": backend.name,
+            "kernels_refused": dict(refused),
+            "drafter": drafter.name,
+            "drafter_parameters": dict(drafter.describe()),
+            "draft_len": options.draft_len,
+            "acceptance": options.acceptance,
+            "max_batch": options.max_batch,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "equivtest": equivtest.__version__,
+        }
+        return cls(executor, checkpoint, description)
+
+    def encode_prompt(self, messages: Messages) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode_chat(messages))
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_text(token_id)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        speculative: bool,
+        fault: StagesWrap | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Generation]:
+        return self._executor.generate(requests, speculative=speculative, fault=fault, on_tokens=on_tokens)
+
+    def describe(self) -> Mapping[str, Any]:
+        return dict(self._description)
+
+
+def require_same_vocabulary(name: str, small: Checkpoint, target: Checkpoint) -> None:
+    """Raise UnsupportedModel unless every token id means the same text to both models."""
+    sizes = small.config.vocab_size, target.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModel(
+            name, f"a draft model must share the target's vocabulary: it has {sizes[0]} tokens, the target {sizes[1]}"
+        )
+    for token_id in range(min(small.tokenizer.vocab_size, target.tokenizer.vocab_size)):
+        texts = small.tokenizer.token_text(token_id), target.tokenizer.token_text(token_id)
+        if texts[0] != texts[1]:
+            raise UnsupportedModel(
+                name,
+                f"a draft model must share the target's vocabulary: token {token_id} is "
+                f"{texts[0]!r}, the target's {texts[1]!r}",
+            )

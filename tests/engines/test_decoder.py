@@ -1,0 +1,112 @@
+"""The built-in decoder behind the engine protocol."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from equivtest.decoder.weights import Checkpoint
+from equivtest.engines.base import Engine, EngineOptions
+from equivtest.engines.decoder import DecoderEngine, require_same_vocabulary
+from equivtest.errors import InvalidSetting, ModelUnavailable, UnknownName, UnsupportedModel
+from equivtest.faults import get_fault
+from equivtest.records import Origin, Request, SamplingParams
+
+MESSAGES = [{"role": "user", "content": "Name a colour."}]
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_path: Path) -> Engine:
+    options = EngineOptions(
+        model=str(smollm2_path), dtype="float32", kernels="cpp", draft_len=3, early_exit_layers=24, max_batch=8
+    )
+    return DecoderEngine.open(options)
+
+
+def requests(engine: Engine, count: int, **changes: Any) -> list[Request]:
+    prompt = engine.encode_prompt(MESSAGES)
+    params = SamplingParams(temperature=0.8, top_p=0.95)
+    request = Request(prompt_token_ids=prompt, params=params, stream_key=0, max_tokens=6)
+    return [dataclasses.replace(request, stream_key=key, **changes) for key in range(count)]
+
+
+def test_it_generates_with_and_without_speculation(engine: Engine) -> None:
+    heard: list[int] = []
+    off = engine.generate(requests(engine, 4), speculative=False, on_tokens=heard.append)
+    on = engine.generate(requests(engine, 4), speculative=True)
+    assert sum(heard) == 4 * 6
+    assert {origin for g in off for origin in g.origins} == {Origin.PLAIN}
+    assert any(Origin.ACCEPTED in g.origins for g in on)
+    assert max(int(g.num_drafts.max()) for g in on) == 3
+
+
+def test_a_fault_reaches_the_decoder_for_one_call_only(engine: Engine) -> None:
+    greedy = requests(engine, 4, params=SamplingParams(temperature=0.0))
+    fault = get_fault("inflated_acceptance", epsilon=1.0)
+    before, faulty, after = (
+        [g.token_ids.tolist() for g in engine.generate(greedy, speculative=True, fault=f)] for f in (None, fault, None)
+    )
+    assert before == after != faulty
+
+
+def test_it_describes_itself_in_values_that_json_can_hold(engine: Engine, smollm2_checkpoint: Checkpoint) -> None:
+    description = engine.describe()
+    assert json.loads(json.dumps(description)) == description
+    expected = {
+        "model_sha256": smollm2_checkpoint.sha256,
+        "architecture": "llama",
+        "dtype": "float32",
+        "device": "cpu",
+        "kernels": "cpp",
+        "drafter": "early_exit",
+        "drafter_parameters": {"num_layers": 24, "model_layers": 30},
+        "draft_len": 3,
+        "acceptance": "chain",
+        "torch": torch.__version__,
+    }
+    assert {key: description[key] for key in expected} == expected
+
+
+def test_a_prompt_is_encoded_for_an_answer_and_shown_as_text(engine: Engine) -> None:
+    text = "".join(engine.token_text(token) for token in engine.encode_prompt(MESSAGES))
+    assert "Name a colour." in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("dtype", "float16"), ("draft_len", 0), ("max_batch", 0), ("threads", 0)],
+)
+def test_options_out_of_range_are_refused(setting: str, value: object) -> None:
+    with pytest.raises(InvalidSetting, match=setting):
+        EngineOptions(**cast("Any", {"model": "smollm2-135m", setting: value}))
+
+
+def test_unknown_names_are_refused(smollm2_path: Path) -> None:
+    options = EngineOptions(model=str(smollm2_path), kernels="cpp", dtype="bfloat16")
+    for change, error in (
+        ({"kernels": "gpu"}, UnknownName),
+        ({"drafter": "oracle"}, UnknownName),
+        ({"acceptance": "typical"}, UnknownName),
+        ({"drafter": "model"}, InvalidSetting),
+        ({"model": str(smollm2_path.with_name("nothing.gguf"))}, ModelUnavailable),
+    ):
+        with pytest.raises(error):
+            DecoderEngine.open(dataclasses.replace(options, **cast("Any", change)))
+
+
+def test_the_draft_model_must_give_every_id_the_same_text(smollm2_checkpoint: Checkpoint) -> None:
+    require_same_vocabulary("itself", smollm2_checkpoint, smollm2_checkpoint)
+    shifted = SimpleNamespace(vocab_size=100, token_text=lambda token_id: f"other {token_id}")
+    other = dataclasses.replace(smollm2_checkpoint, tokenizer=cast("Any", shifted))
+    with pytest.raises(UnsupportedModel, match="small: a draft model must share .* token 0 is 'other 0'"):
+        require_same_vocabulary("small", other, smollm2_checkpoint)
+    config = dataclasses.replace(smollm2_checkpoint.config, vocab_size=100)
+    with pytest.raises(UnsupportedModel, match="100 tokens"):
+        require_same_vocabulary("small", dataclasses.replace(smollm2_checkpoint, config=config), smollm2_checkpoint)

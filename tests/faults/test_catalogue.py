@@ -1,0 +1,99 @@
+"""The catalogue of faults, and what the one on acceptance does to the accept stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from equivtest.decoder.stages import Drafts, Stages, StepInput
+from equivtest.errors import InvalidSetting, UnknownName
+from equivtest.faults import Fault, get_fault, known_faults
+from equivtest.faults.acceptance import InflatedAcceptance
+from equivtest.kernels.contract import SpecAccept, SpecScratch, Streams
+from equivtest.kernels.registry import get_backend
+
+NUM_ROWS = 100_000
+P = torch.tensor([0.2, 0.5, 0.3])
+
+
+def law_of_first_token(drafts: Drafts, wrap: Callable[[Any], Any]) -> Tensor:
+    """Frequencies [3] of the first token that chain acceptance puts out over NUM_ROWS rows with the same law P."""
+    backend = get_backend("cpp")
+    scratch = SpecScratch(NUM_ROWS, 1, 3)
+    streams = Streams(torch.arange(NUM_ROWS), torch.zeros(NUM_ROWS, dtype=torch.int64))
+
+    def accept(step: StepInput, drafts: Drafts, target_probs: Tensor) -> SpecAccept:
+        return backend.spec_accept(
+            torch.from_numpy(drafts.token_ids), torch.from_numpy(drafts.num_draft), target_probs, drafts.probs,
+            streams, scratch=scratch,
+        )  # fmt: skip
+
+    target_probs = P.expand(NUM_ROWS, 2, 3).clone()
+    output = wrap(accept)(cast("StepInput", None), drafts, target_probs).output_token_ids[:, 0]
+    return torch.bincount(output, minlength=3) / NUM_ROWS
+
+
+@pytest.mark.parametrize("q", [None, (0.6, 0.2, 0.2)])
+def test_inflated_acceptance_keeps_the_draft_too_often_and_recovers_rightly(q: tuple[float, ...] | None) -> None:
+    """Draft 0 always (q None) or drawn from q, epsilon .1. A tolerance of .01 is 6 standard errors: false alarm 1e-8.
+
+    q None: token 0 comes out with .2 + .1, the others share the rest in proportion 5 : 3.
+    q real: drafts 1 and 2 are always kept (p >= q); draft 0 is kept with (.2 + .1) / .6, and a rejection goes to
+    relu(p - q) = (0, .3, .1). So 0: .6 * .5 = .3, 1: .2 + .3 * .75 = .425, 2: .2 + .3 * .25 = .275.
+    """
+    token_ids, probs = np.zeros((NUM_ROWS, 1), np.int64), None
+    if q is not None:
+        token_ids = np.random.default_rng(0).choice(3, size=(NUM_ROWS, 1), p=q)
+        probs = torch.tensor(q).expand(NUM_ROWS, 1, 3).contiguous()
+    drafts = Drafts(token_ids, np.ones(NUM_ROWS, np.int32), probs)
+    honest = law_of_first_token(drafts, lambda accept: accept)
+    inflated = law_of_first_token(drafts, lambda accept: InflatedAcceptance(accept, 0.1))
+    expected = [0.3, 0.7 * 5 / 8, 0.7 * 3 / 8] if q is None else [0.3, 0.425, 0.275]
+    torch.testing.assert_close(honest, P, atol=0.01, rtol=0)
+    torch.testing.assert_close(inflated, torch.tensor(expected), atol=0.01, rtol=0)
+
+
+def test_inflated_acceptance_leaves_plain_rows_and_ignored_drafts_alone() -> None:
+    given: list[Tensor] = []
+
+    def accept(step: StepInput, drafts: Drafts, target_probs: Tensor) -> SpecAccept:
+        given.append(target_probs.clone())
+        return cast("SpecAccept", None)
+
+    drafts = Drafts(np.array([[0, 1], [2, 2], [1, 0]]), np.array([0, 1, 2], np.int32), None)
+    InflatedAcceptance(accept, 0.6)(cast("StepInput", None), drafts, P.expand(3, 3, 3).clone())
+    change = given[0] - P
+    assert {tuple(place) for place in change.nonzero().tolist()} == {(1, 0, 2), (2, 0, 1), (2, 1, 0)}
+    assert given[0][1, 0, 2] == pytest.approx(0.9)
+    assert given[0][2, 0, 1] == 1.0  # clamped
+
+
+def test_a_fault_wraps_the_stage_it_names_and_no_other() -> None:
+    marks = Stages(**{name: cast("Any", object()) for name in ("propose", "forward", "verify", "accept", "commit")})
+    for name in known_faults():
+        fault = get_fault(name)
+        wrapped = fault(marks)
+        changed = [f.name for f in dataclasses.fields(Stages) if getattr(wrapped, f.name) is not getattr(marks, f.name)]
+        assert changed == [fault.stage]
+        assert fault.name == name
+        assert fault.description
+
+
+def test_faults_are_known_by_name() -> None:
+    assert known_faults() == ("inflated_acceptance",)
+    assert isinstance(get_fault("inflated_acceptance", epsilon=0.05), Fault)
+    assert "0.05" in get_fault("inflated_acceptance", epsilon=0.05).description
+    with pytest.raises(UnknownName, match="inflated_acceptance"):
+        get_fault("gremlin")
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.5, float("nan"), float("inf")])
+def test_an_epsilon_that_is_no_bias_is_refused(epsilon: float) -> None:
+    with pytest.raises(InvalidSetting, match="epsilon"):
+        get_fault("inflated_acceptance", epsilon=epsilon)
