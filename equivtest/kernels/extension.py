@@ -122,6 +122,9 @@ def _compile_and_load(root: Path, folder: Path) -> None:
         raise KernelUnavailable("cpp", f"the C++ kernels do not compile: {first_error(str(error))}") from error
     # The loader numbers the library of a second attempt in one process.
     next(folder.glob(f"{LIBRARY_NAME}*.so")).rename(folder / f"{LIBRARY_NAME}.so")
+    for intermediate in folder.iterdir():
+        if intermediate.suffix != ".so":
+            intermediate.unlink()
 
 
 def first_error(log: str) -> str:
