@@ -27,6 +27,67 @@ class Arm(StrEnum):
     """Speculative decoding with a planted fault: the teeth, which must differ from `off`."""
 
 
+class Comparison(StrEnum):
+    """Which two arms are compared, and what for."""
+
+    OFF_ON = "off_on"
+    """The gate: is speculative decoding the same as plain decoding?"""
+    ON_ON_NULL = "on_on_null"
+    """The A/A control: does speculative decoding agree with itself under other seeds?"""
+    OFF_BIASED = "off_biased"
+    """The teeth: is a planted fault seen?"""
+
+    @property
+    def arms(self) -> tuple[Arm, Arm]:
+        """The two arms, in the order in which the statistics take them."""
+        return _COMPARED[self]
+
+    @property
+    def words(self) -> str:
+        """For people: `off vs on`."""
+        return " vs ".join(self.arms)
+
+
+_COMPARED: Mapping[Comparison, tuple[Arm, Arm]] = {
+    Comparison.OFF_ON: (Arm.OFF, Arm.ON),
+    Comparison.ON_ON_NULL: (Arm.ON, Arm.ON_NULL),
+    Comparison.OFF_BIASED: (Arm.OFF, Arm.BIASED),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardKey:
+    """Consecutive seeds of one arm, config and prompt: what one file of samples holds."""
+
+    arm: str
+    """Name of the arm."""
+    config: str
+    """Name of the sampling configuration."""
+    prompt_id: str
+    """Id of the prompt."""
+    seed_start: int
+    """First seed."""
+    seed_stop: int
+    """One past the last seed."""
+
+    def __post_init__(self) -> None:
+        for field in ("arm", "config", "prompt_id"):
+            if not getattr(self, field):
+                raise InvalidSetting(
+                    setting=f"ShardKey.{field}", value=getattr(self, field), requirement="must not be empty"
+                )
+        if not 0 <= self.seed_start < self.seed_stop:
+            raise InvalidSetting(
+                setting="ShardKey seeds",
+                value=(self.seed_start, self.seed_stop),
+                requirement="must satisfy 0 <= seed_start < seed_stop",
+            )
+
+    @property
+    def num_seeds(self) -> int:
+        return self.seed_stop - self.seed_start
+
+
 class Origin(StrEnum):
     """How a token came to be put out."""
 

@@ -12,7 +12,7 @@ from equivtest.errors import InvalidSetting
 from equivtest.protocol.budgets import Budget
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.prompts import Prompt, PromptSet
-from equivtest.records import Arm
+from equivtest.records import Arm, ShardKey
 from equivtest.rng import stream_key
 
 BATCH_SAMPLES = 256
@@ -23,24 +23,8 @@ CONFIRMATION_FACTOR = 4
 """Stage 2 draws this many times the seeds of stage 1, all fresh."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stratum:
-    """Consecutive seeds of one arm, config and prompt: the content of one file of samples."""
-
-    arm: Arm
-    config: str
-    prompt_id: str
-    seed_start: int
-    seed_stop: int
-    """One past the last seed."""
-
-    @property
-    def num_samples(self) -> int:
-        return self.seed_stop - self.seed_start
-
-
-Batch = tuple[Stratum, ...]
-"""Strata of one arm and config that are generated together, at most BATCH_SAMPLES samples."""
+Batch = tuple[ShardKey, ...]
+"""Shards of one arm and config that are generated together, at most BATCH_SAMPLES samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +81,7 @@ class Protocol:
         for config in self.configs:
             for arm in Arm:
                 yield from _pack(
-                    Stratum(arm=arm, config=config, prompt_id=prompt.id, seed_start=start, seed_stop=stop)
+                    ShardKey(arm=arm, config=config, prompt_id=prompt.id, seed_start=start, seed_stop=stop)
                     for prompt in self.prompts
                     for start, stop in _blocks(0, self.num_seeds)
                 )
@@ -112,11 +96,11 @@ class Protocol:
         for config, prompt_id in sorted(strata):
             for arm in arms:
                 yield from _pack(
-                    Stratum(arm=arm, config=config, prompt_id=prompt_id, seed_start=start, seed_stop=stop)
+                    ShardKey(arm=arm, config=config, prompt_id=prompt_id, seed_start=start, seed_stop=stop)
                     for start, stop in _blocks(*self.confirmation_seeds)
                 )
 
-    def stream_key(self, arm: Arm, config: str, prompt_id: str, seed: int) -> int:
+    def stream_key(self, arm: str, config: str, prompt_id: str, seed: int) -> int:
         """The key of one sample's random streams; arms never share one."""
         return stream_key(self.run_seed, arm, config, prompt_id, seed)
 
@@ -170,12 +154,12 @@ def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + BATCH_SAMPLES, stop)
 
 
-def _pack(strata: Iterator[Stratum]) -> Iterator[Batch]:
-    batch: list[Stratum] = []
-    for stratum in strata:
-        if batch and sum(s.num_samples for s in batch) + stratum.num_samples > BATCH_SAMPLES:
+def _pack(shards: Iterator[ShardKey]) -> Iterator[Batch]:
+    batch: list[ShardKey] = []
+    for shard in shards:
+        if batch and sum(s.num_seeds for s in batch) + shard.num_seeds > BATCH_SAMPLES:
             yield tuple(batch)
             batch = []
-        batch.append(stratum)
+        batch.append(shard)
     if batch:
         yield tuple(batch)

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import pandas as pd
 
 from equivtest.errors import InvalidSetting
-from equivtest.records import Word
+from equivtest.records import Comparison, Word
 
-Comparison: TypeAlias = Literal["off_on", "on_on_null", "off_biased"]
-
-COMPARISON_TITLES: Mapping[Comparison, str] = {
-    "off_on": "off vs on",
-    "on_on_null": "on vs on_null",
-    "off_biased": "off vs biased",
+COMPARISON_EXPECTS: Mapping[Comparison, str] = {
+    Comparison.OFF_ON: "agree?",
+    Comparison.ON_ON_NULL: "agree",
+    Comparison.OFF_BIASED: "differ",
 }
-"""The comparisons in the order in which pages show them, by their titles."""
-
-COMPARISON_EXPECTS: Mapping[Comparison, str] = {"off_on": "agree?", "on_on_null": "agree", "off_biased": "differ"}
 """What each comparison is expected to do, in a word; the first is the question."""
 
 COMPARISON_ROLES: Mapping[Comparison, str] = {
-    "off_on": "the test",
-    "on_on_null": "A/A control: should agree",
-    "off_biased": "planted fault: should differ",
+    Comparison.OFF_ON: "the test",
+    Comparison.ON_ON_NULL: "A/A control: should agree",
+    Comparison.OFF_BIASED: "planted fault: should differ",
 }
 
 CELL_COLUMNS = (
@@ -137,12 +131,12 @@ class ReportData:
             ("acceptance", ACCEPTANCE_COLUMNS),
         ):
             _check_frame(field, getattr(self, field), columns)
-        unknown = sorted(set(self.cells["comparison"]) - set(COMPARISON_TITLES))
+        unknown = sorted(set(self.cells["comparison"]) - set(Comparison))
         if unknown:
             raise InvalidSetting(
                 setting="ReportData.cells.comparison",
                 value=unknown[0],
-                requirement=f"must be one of {', '.join(COMPARISON_TITLES)}",
+                requirement=f"must be one of {', '.join(Comparison)}",
             )
         unlisted = sorted(set(self.cells["config"]) - {config.name for config in self.configs})
         if unlisted:
@@ -158,8 +152,8 @@ class ReportData:
         return self.cells.loc[chosen]
 
     def comparisons(self, config: str | None = None) -> tuple[Comparison, ...]:
-        """The comparisons that have cells, in the order of COMPARISON_TITLES."""
-        return tuple(name for name in COMPARISON_TITLES if len(self.cells_of(name, config)))
+        """The comparisons that have cells, in the order of Comparison."""
+        return tuple(name for name in Comparison if len(self.cells_of(name, config)))
 
     def prompt_ids(self, config: str) -> tuple[str, ...]:
         """The prompts of a configuration in the order in which they first appear."""

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from equivtest.records import Comparison
 from equivtest.report import svg
-from equivtest.report.data import COMPARISON_TITLES, Comparison
 
 _ARM_STYLES = (("on", svg.SERIES_1, ""), ("on_null", svg.SERIES_2, "///"), ("biased", svg.SERIES_3, "..."))
 """Arms of the acceptance figure with colour and hatch, so that colour is not the only difference."""
@@ -34,13 +34,13 @@ def tv_figure(cells: pd.DataFrame, *, comparison: Comparison, tv_max: float, nam
         axes.set_xlim(0, len(cells) + 1)
         axes.set_xlabel("cells, sorted by the mean of their null")
         axes.set_ylabel("TV")
-        axes.set_title(COMPARISON_TITLES[comparison], loc="left", fontsize=10, fontweight="bold")
+        axes.set_title(comparison.words, loc="left", fontsize=10, fontweight="bold")
         axes.legend(loc="upper left", fontsize=7.5, handlelength=1.4, ncols=2, columnspacing=1.0)
         return svg.to_svg(
             figure,
             name=name,
             description=(
-                f"Total variation of {len(cells)} cells, {COMPARISON_TITLES[comparison]}, beside its null: "
+                f"Total variation of {len(cells)} cells, {comparison.words}, beside its null: "
                 f"{above} above the 97.5 % quantile, {int(rejected.sum())} rejected. Numbers are in the tables."
             ),
         )

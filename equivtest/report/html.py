@@ -11,8 +11,9 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from equivtest.records import Comparison
 from equivtest.report import words
-from equivtest.report.data import COMPARISON_ROLES, COMPARISON_TITLES, Comparison, ReportData
+from equivtest.report.data import COMPARISON_ROLES, ReportData
 from equivtest.report.figures import acceptance_figure, tv_figure
 from equivtest.report.files import write_whole
 from equivtest.report.select import num_rejected, worst_cells
@@ -70,7 +71,7 @@ def render_html(data: ReportData) -> str:
     worst = [
         {
             "comparison": comparison,
-            "title": COMPARISON_TITLES[comparison],
+            "title": comparison.words,
             "by_p": _records(worst_cells(data, comparison, "p_value", _NUM_WORST)),
             "by_tv": _records(worst_cells(data, comparison, "tv_excess", _NUM_WORST)),
         }
@@ -165,7 +166,7 @@ def _heat_map(data: ReportData, comparison: Comparison, config: str, cells: pd.D
     positions = tuple(sorted({int(position) for position in cells["position"]}))
     return HeatMap(
         comparison=comparison,
-        title=COMPARISON_TITLES[comparison],
+        title=comparison.words,
         role=COMPARISON_ROLES[comparison],
         num_rejected=num_rejected(cells),
         num_cells=len(cells),

@@ -17,9 +17,9 @@ from typing import Any
 
 import pandas as pd
 
-from equivtest.records import Word
+from equivtest.records import Comparison, Word
 from equivtest.report import words
-from equivtest.report.data import COMPARISON_TITLES, Comparison, ReportData
+from equivtest.report.data import ReportData
 from equivtest.report.files import write_whole
 from equivtest.report.select import num_rejected
 
@@ -78,7 +78,7 @@ def _cell_case(data: ReportData, comparison: Comparison, config: str, prompt_id:
     return _Case(
         suite=f"equivtest.{comparison}",
         classname=f"equivtest.{comparison}.{config}",
-        name=f"{COMPARISON_TITLES[comparison]} / {config} / {prompt_id}",
+        name=f"{comparison.words} / {config} / {prompt_id}",
         failure=summary if fails else None,
         kind="rejected",
         output=numbers if fails else f"{summary}\n{numbers}".strip(),

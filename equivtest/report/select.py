@@ -6,7 +6,8 @@ from typing import Literal
 
 import pandas as pd
 
-from equivtest.report.data import Comparison, ReportData
+from equivtest.records import Comparison
+from equivtest.report.data import ReportData
 
 _KEYS: dict[str, tuple[list[str], list[bool]]] = {
     "p_value": (["p_value", "tv_excess"], [True, False]),

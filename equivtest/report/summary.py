@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from equivtest.report import words
-from equivtest.report.data import COMPARISON_ROLES, COMPARISON_TITLES, ReportData
+from equivtest.report.data import COMPARISON_ROLES, ReportData
 from equivtest.report.files import write_whole
 from equivtest.report.select import num_rejected, worst_cells
 
@@ -48,7 +48,7 @@ def _lines(data: ReportData) -> Iterator[str]:
         [
             (
                 config.name,
-                COMPARISON_TITLES[comparison],
+                comparison.words,
                 COMPARISON_ROLES[comparison],
                 str(num_rejected(cells)),
                 str(len(cells)),

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from equivtest.records import Word
 from equivtest.report import words
-from equivtest.report.data import COMPARISON_EXPECTS, COMPARISON_TITLES, ReportData
+from equivtest.report.data import COMPARISON_EXPECTS, ReportData
 from equivtest.report.select import num_rejected, worst_cells
 
 _STYLES: Mapping[Word, str] = {
@@ -65,7 +65,7 @@ def _comparisons(data: ReportData) -> Table:
             cells = data.cells_of(comparison, config.name)
             table.add_row(
                 Text(config.name),
-                Text(COMPARISON_TITLES[comparison]),
+                Text(comparison.words),
                 Text(COMPARISON_EXPECTS[comparison]),
                 Text(f"{num_rejected(cells):,}"),
                 Text(f"{len(cells):,}"),

@@ -3,58 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from equivtest.errors import InvalidSetting
+from equivtest.records import ShardKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardKey:
-    """Which samples a shard holds. Its place on disk follows from it."""
+def shard_path(run_dir: Path, key: ShardKey) -> Path:
+    """`run_dir/samples/arm=<>/config=<>/prompt=<>/seeds=0000-0255.parquet`, the last seed included.
 
-    arm: str
-    """Name of the arm."""
-    config: str
-    """Name of the sampling configuration."""
-    prompt_id: str
-    """Id of the prompt."""
-    seed_start: int
-    """First seed."""
-    seed_stop: int
-    """One past the last seed."""
-
-    def __post_init__(self) -> None:
-        for field in ("arm", "config", "prompt_id"):
-            if not getattr(self, field):
-                raise InvalidSetting(
-                    setting=f"ShardKey.{field}", value=getattr(self, field), requirement="must not be empty"
-                )
-        if not 0 <= self.seed_start < self.seed_stop:
-            raise InvalidSetting(
-                setting="ShardKey seeds",
-                value=(self.seed_start, self.seed_stop),
-                requirement="must satisfy 0 <= seed_start < seed_stop",
-            )
-
-    @property
-    def num_seeds(self) -> int:
-        return self.seed_stop - self.seed_start
-
-    def path(self, run_dir: Path) -> Path:
-        """`run_dir/samples/arm=<>/config=<>/prompt=<>/seeds=0000-0255.parquet`, the last seed included.
-
-        Names are percent-encoded where they hold characters that mean something in a path.
-        """
-        return (
-            run_dir
-            / "samples"
-            / f"arm={quote(self.arm, safe='')}"
-            / f"config={quote(self.config, safe='')}"
-            / f"prompt={quote(self.prompt_id, safe='')}"
-            / f"seeds={self.seed_start:04d}-{self.seed_stop - 1:04d}.parquet"
-        )
+    Names are percent-encoded where they hold characters that mean something in a path.
+    """
+    return (
+        run_dir
+        / "samples"
+        / f"arm={quote(key.arm, safe='')}"
+        / f"config={quote(key.config, safe='')}"
+        / f"prompt={quote(key.prompt_id, safe='')}"
+        / f"seeds={key.seed_start:04d}-{key.seed_stop - 1:04d}.parquet"
+    )
 
 
 def find_shards(

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from equivtest.errors import InvalidSetting, InvalidShard, MissingSamples, UnknownName
+from equivtest.records import ShardKey
 from equivtest.samples.codes import sorted_codes
-from equivtest.samples.keys import ShardKey, find_shards
+from equivtest.samples.keys import find_shards, shard_path
 from equivtest.samples.schema import SAMPLES_SCHEMA
 from equivtest.samples.validate import read_shard_table
 
@@ -39,7 +40,7 @@ def read_samples(
         filters = "".join(f", {name} {sorted(values)}" for name, values in asked.items() if values is not None)
         raise MissingSamples(missing=f"no samples in {run_dir}{filters}", remedy="collect them first")
     wanted = None if columns is None else list(columns)
-    tables = [read_shard_table(key.path(run_dir), wanted) for key in keys]
+    tables = [read_shard_table(shard_path(run_dir, key), wanted) for key in keys]
     return pa.concat_tables(tables).unify_dictionaries()
 
 
@@ -60,7 +61,7 @@ def read_arm_tokens(
     tokens = np.full(len(seeds) * num_positions, -1, dtype=np.int32)
     for key in find_shards(run_dir, arms=[arm], configs=[config], prompt_ids=[prompt_id]):
         if key.seed_stop > seeds.start and key.seed_start < seeds.stop:
-            _place_tokens(tokens, key.path(run_dir), key, seeds, num_positions)
+            _place_tokens(tokens, shard_path(run_dir, key), key, seeds, num_positions)
     lacking = tokens == -1
     if lacking.any():
         seed, position = divmod(int(np.argmax(lacking)), num_positions)

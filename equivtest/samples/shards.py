@@ -20,20 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from equivtest.errors import InvalidShard
-from equivtest.records import Generation, Origin
-from equivtest.samples.keys import ShardKey, find_shards
+from equivtest.records import Generation, Origin, ShardKey
+from equivtest.samples.keys import shard_path
 from equivtest.samples.schema import SAMPLES_SCHEMA
 from equivtest.samples.validate import check_rows, read_shard_table
-
-__all__ = [
-    "ShardKey",
-    "atomic_file",
-    "find_shards",
-    "remove_stale_temporaries",
-    "shard_is_done",
-    "validate_shard",
-    "write_shard",
-]
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +40,7 @@ def write_shard(run_dir: Path, key: ShardKey, generations: Sequence[Generation])
     pyarrow). A process killed at any moment leaves the previous file, or none, or the whole new one under the name.
     Raises InvalidShard when the generations do not make a valid shard.
     """
-    path = key.path(run_dir)
+    path = shard_path(run_dir, key)
     if len(generations) != key.num_seeds:
         raise InvalidShard(path, f"{len(generations)} generations for {key.num_seeds} seeds")
     lengths = sorted({len(generation.token_ids) for generation in generations})
@@ -80,8 +70,9 @@ def validate_shard(path: Path, key: ShardKey, num_positions: int) -> None:
     check_rows(path, read_shard_table(path), key, num_positions)
 
 
-def shard_is_done(path: Path, key: ShardKey, num_positions: int) -> bool:
+def shard_is_done(run_dir: Path, key: ShardKey, num_positions: int) -> bool:
     """Whether the shard exists and validates. An invalid one is reported by a log warning and counts as not done."""
+    path = shard_path(run_dir, key)
     if not path.exists():
         return False
     try:

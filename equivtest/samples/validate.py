@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from equivtest.errors import InvalidShard
-from equivtest.records import Arm, Origin
-from equivtest.samples.keys import ShardKey
+from equivtest.records import Arm, Origin, ShardKey
 from equivtest.samples.schema import NULLABLE, SAMPLES_SCHEMA, schema_problem
 
 BoolArray = npt.NDArray[np.bool_]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from equivtest.errors import InvalidSetting
-from equivtest.records import Word
+from equivtest.records import Comparison, Word
 from equivtest.verdict import words
-from equivtest.verdict.facts import Comparison, ConfigFacts, Finding, RunFacts
+from equivtest.verdict.facts import ConfigFacts, Finding, RunFacts
 from equivtest.verdict.verdict import Control, Gate, Standing, Verdict
 from equivtest.verdict.words import Reason
 
@@ -45,12 +45,14 @@ def decide(run: RunFacts, findings: Sequence[Finding]) -> Verdict:
         Word.DIFFERENT: different,
         Word.INCONCLUSIVE: inconclusive,
     }
+    fired = [reason for reasons in by_word.values() for reason in reasons]
     word = next((word for word, reasons in by_word.items() if reasons), Word.EQUIVALENT)
     headline = words.headline(word, by_word[word]) if word in by_word else words.equivalent(run, findings)
     return Verdict(
         word=word,
         headline=headline,
-        reasons=(*(reason.line for reasons in by_word.values() for reason in reasons), *notes),
+        reasons=(*(reason.problem for reason in fired), *notes),
+        next_steps=tuple(dict.fromkeys(reason.remedy for reason in fired if reason.remedy)),
         gate_of_record=_gate_of_record(findings),
         controls=(_a_a_control(judged), _teeth_control(run, findings)),
         findings=tuple(findings),
@@ -148,6 +150,7 @@ def _a_a_control(judged: Sequence[tuple[Finding, Standing]]) -> Control:
     num_tests = sum(f.num_all for f, _ in controls)
     return Control(
         name="A/A",
+        comparison=Comparison.ON_ON_NULL,
         passed=passed,
         num_rejected=num_rejected,
         num_tests=num_tests,
@@ -161,6 +164,7 @@ def _teeth_control(run: RunFacts, findings: Sequence[Finding]) -> Control:
     num_rejected, num_tests = sum(len(f.flagged) for f in planted), sum(f.num_all for f in planted)
     return Control(
         name="planted fault",
+        comparison=Comparison.OFF_BIASED,
         passed=passed,
         num_rejected=num_rejected,
         num_tests=num_tests,

@@ -7,34 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
-from equivtest.records import Arm
-
-
-class Comparison(StrEnum):
-    """Which two arms are compared, and what for."""
-
-    OFF_ON = "off_on"
-    """The gate: is speculative decoding the same as plain decoding?"""
-    ON_ON_NULL = "on_on_null"
-    """The A/A control: does speculative decoding agree with itself under other seeds?"""
-    OFF_BIASED = "off_biased"
-    """The teeth: is a planted fault seen?"""
-
-    @property
-    def arms(self) -> tuple[Arm, Arm]:
-        """The two arms, in the order in which the statistics take them."""
-        return {
-            Comparison.OFF_ON: (Arm.OFF, Arm.ON),
-            Comparison.ON_ON_NULL: (Arm.ON, Arm.ON_NULL),
-            Comparison.OFF_BIASED: (Arm.OFF, Arm.BIASED),
-        }[self]
-
-    @property
-    def words(self) -> str:
-        return " vs ".join(self.arms)
+from equivtest.records import Arm, Comparison
 
 
 class Place(NamedTuple):
@@ -59,6 +34,8 @@ class ConfigFacts:
     rows_found: Mapping[Arm, int]
     """Rows of stage 1 on disk, by arm."""
     greedy: bool = False
+    recorded: bool = False
+    """Samples of another program: that its on arm speculated is taken on trust."""
     num_samples: int
     """Samples of arm on."""
     num_spec_samples: int
@@ -73,7 +50,7 @@ class ConfigFacts:
     @property
     def speculated(self) -> bool:
         """Whether the on arm really decoded speculatively: a draft was offered at least once."""
-        return self.num_drafted > 0
+        return self.recorded or self.num_drafted > 0
 
     @property
     def must_show_teeth(self) -> bool:
@@ -82,7 +59,7 @@ class ConfigFacts:
         Not where no draft was offered or every draft was accepted (there is nothing to inflate), and not under greedy
         decoding, whose constant cells are a test of identity rather than of a law.
         """
-        return self.speculated and self.num_accepted < self.num_drafted and not self.greedy
+        return self.recorded or (self.speculated and self.num_accepted < self.num_drafted and not self.greedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +140,7 @@ class RunFacts:
     """What was run, and how it is to be judged."""
 
     configs: tuple[ConfigFacts, ...]
-    """Empty where nothing but tokens is known."""
+    """What was collected; empty only where not even that is known."""
     planted_fault: str
     """The fault of the biased arm, in words: "acceptance bias of 0.10"."""
     comparisons: tuple[Comparison, ...] = tuple(Comparison)

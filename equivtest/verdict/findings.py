@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from equivtest.errors import InvalidSetting
+from equivtest.records import Comparison
 from equivtest.stats.marginal import MarginalResult, Statistic, marginal_family
-from equivtest.verdict.facts import Comparison, Confirmation, Extreme, Finding, Flag, Place
+from equivtest.verdict.facts import Confirmation, Extreme, Finding, Flag, Place
 
 Cell = tuple[str, str, int]
 """(config, prompt_id, position), in the order of the arrays that were tested."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from equivtest.records import EXIT_CODES, Word
+from equivtest.records import EXIT_CODES, Comparison, Word
 from equivtest.verdict.facts import Confirmation, Extreme, Finding, Flag
 
 
@@ -41,6 +41,7 @@ class Control:
 
     name: str
     """"A/A" or "planted fault"."""
+    comparison: Comparison
     passed: bool | None
     """None where it was not run, is undecided or had nothing to act on."""
     num_rejected: int
@@ -56,7 +57,9 @@ class Verdict:
     headline: str
     """One sentence for whoever is on call."""
     reasons: tuple[str, ...]
-    """What is wrong, where, by how much, how sure, and what to run next; then what else is worth knowing."""
+    """What is wrong, where, by how much and how sure; then what else is worth knowing."""
+    next_steps: tuple[str, ...]
+    """What to run or look at next, one line for each kind of problem; empty where nothing is wrong."""
     gate_of_record: Gate
     controls: tuple[Control, ...]
     findings: tuple[Finding, ...]
@@ -76,6 +79,7 @@ class Verdict:
             "exit_code": self.exit_code,
             "headline": self.headline,
             "reasons": list(self.reasons),
+            "next_steps": list(self.next_steps),
             "gate_of_record": asdict(self.gate_of_record),
             "controls": [asdict(control) for control in self.controls],
             "findings": [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from equivtest.records import Arm, Word
-from equivtest.verdict.facts import Comparison, ConfigFacts, Finding, Flag, RunFacts
+from equivtest.records import Arm, Comparison, Word
+from equivtest.verdict.facts import ConfigFacts, Finding, Flag, RunFacts
 
 _MOST_PLACES = 3
 """Places named in a sentence; the rest are counted."""
@@ -19,10 +19,6 @@ class Reason(NamedTuple):
     """What is wrong, where, by how much, how sure; fits a headline."""
     remedy: str = ""
     """What to run or look at next; empty where the problem says it."""
-
-    @property
-    def line(self) -> str:
-        return f"{self.problem}; {self.remedy}" if self.remedy else self.problem
 
 
 def headline(word: Word, reasons: Sequence[Reason]) -> str:
@@ -90,7 +86,7 @@ def teeth_missed(config: ConfigFacts, run: RunFacts, findings: Sequence[Finding]
 def different(finding: Finding, confirm: bool) -> Reason:
     return Reason(
         _stood(finding, confirm),
-        "to find the stage, run again with another --drafter, --acceptance or --kernels and see which one clears it",
+        "run again with another --drafter, --acceptance or --kernels and see which one clears it",
     )
 
 
@@ -136,6 +132,9 @@ def cleared(finding: Finding) -> str:
 
 def config_notes(config: ConfigFacts) -> Iterator[str]:
     """What a reader must know about how a config was decoded."""
+    if config.recorded:
+        yield f"{config.config}: recorded by another program; that the on arm speculated is taken on trust"
+        return
     if not config.speculated:
         yield f"{config.config}: {_why_plain(config)}; speculation was not tested there"
         return

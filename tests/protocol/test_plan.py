@@ -17,7 +17,7 @@ def gate() -> Protocol:
 
 def test_the_gate_budget_is_the_protocol_of_record(gate: Protocol) -> None:
     assert (len(gate.prompts), gate.num_positions, gate.num_seeds, gate.epsilon) == (8, 32, 256, 0.1)
-    assert [stratum for batch in gate.batches() for stratum in batch].__len__() == 4 * 8
+    assert len([shard for batch in gate.batches() for shard in batch]) == 4 * 8
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -44,7 +44,7 @@ def test_a_batch_never_mixes_arms_or_configs_and_fits_the_executor() -> None:
     protocol = Protocol.build(load_prompt_set("default"), ALL, get_budget("smoke"))
     for batch in protocol.batches():
         assert len({(s.arm, s.config) for s in batch}) == 1
-        assert sum(s.num_samples for s in batch) <= BATCH_SAMPLES
+        assert sum(s.num_seeds for s in batch) <= BATCH_SAMPLES
 
 
 def test_confirmation_uses_four_times_as_many_seeds_and_only_fresh_ones(gate: Protocol) -> None:

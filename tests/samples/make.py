@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from equivtest.records import SPEC, Generation, Origin, Route
-from equivtest.samples.shards import ShardKey
+from equivtest.records import SPEC, Generation, Origin, Route, ShardKey
 
 KEY = ShardKey(arm="on", config="topp95", prompt_id="story", seed_start=4, seed_stop=8)
 NUM_POSITIONS = 16

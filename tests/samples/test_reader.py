@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from equivtest.errors import InvalidSetting, InvalidShard, MissingSamples, UnknownName
-from equivtest.records import Generation
+from equivtest.records import Generation, ShardKey
+from equivtest.samples.keys import shard_path
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_arm_tokens, read_samples
 from equivtest.samples.schema import SAMPLES_SCHEMA
-from equivtest.samples.shards import ShardKey, write_shard
+from equivtest.samples.shards import write_shard
 from tests.samples.make import KEY, NUM_POSITIONS, generations_of, plain_generation, spec_generation
 
 
@@ -67,7 +68,7 @@ def test_a_token_that_two_shards_hold_is_refused(run_dir: Path) -> None:
 
 
 def test_a_damaged_shard_is_refused_when_read(run_dir: Path) -> None:
-    path = replace(KEY, seed_start=4, seed_stop=8).path(run_dir)
+    path = shard_path(run_dir, replace(KEY, seed_start=4, seed_stop=8))
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InvalidShard, match="truncated or corrupt"):
         tokens_of(run_dir, range(0, 8))

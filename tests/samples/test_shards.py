@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from equivtest.errors import InvalidSetting, InvalidShard
+from equivtest.records import ShardKey
+from equivtest.samples.keys import find_shards, shard_path
 from equivtest.samples.schema import COLUMN_DOCS, SAMPLES_SCHEMA
 from equivtest.samples.shards import (
-    ShardKey,
-    find_shards,
     remove_stale_temporaries,
     shard_is_done,
     validate_shard,
@@ -28,7 +28,7 @@ from tests.samples.make import KEY, NUM_POSITIONS, generations_of, spec_generati
 def test_the_path_names_the_arm_config_prompt_and_the_inclusive_seed_range() -> None:
     key = ShardKey(arm="off", config="topp95", prompt_id="story", seed_start=0, seed_stop=256)
     expected = "run/samples/arm=off/config=topp95/prompt=story/seeds=0000-0255.parquet"
-    assert key.path(Path("run")).as_posix() == expected
+    assert shard_path(Path("run"), key).as_posix() == expected
 
 
 @pytest.mark.parametrize("prompt_id", ["a/b", "../../up", "x=y", "sp ace", "%2F", "日本", "."])
@@ -116,7 +116,7 @@ def test_a_writer_killed_before_the_rename_leaves_no_shard_and_its_temporary_is_
     assert killed.returncode == 9
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in left] == [".seeds=0004-0007.parquet.tmp"]
-    assert not shard_is_done(KEY.path(tmp_path), KEY, NUM_POSITIONS)
+    assert not shard_is_done(tmp_path, KEY, NUM_POSITIONS)
     assert find_shards(tmp_path) == []
     assert remove_stale_temporaries(tmp_path) == tuple(left)
     assert not left[0].exists()
@@ -143,7 +143,7 @@ def test_cleaning_touches_nothing_but_temporaries(tmp_path: Path) -> None:
     stale = path.with_name(".seeds=0000-0003.parquet.tmp")
     stale.write_bytes(b"half")
     assert remove_stale_temporaries(tmp_path) == (stale,)
-    assert shard_is_done(path, KEY, NUM_POSITIONS)
+    assert shard_is_done(tmp_path, KEY, NUM_POSITIONS)
     assert remove_stale_temporaries(tmp_path / "no such run") == ()
 
 
@@ -152,9 +152,9 @@ def test_a_shard_cut_short_at_any_length_is_never_done(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in (0, 3, 4, len(whole) // 3, len(whole) // 2, len(whole) - 8, len(whole) - 1):
         path.write_bytes(whole[:length])
-        assert not shard_is_done(path, KEY, NUM_POSITIONS)
+        assert not shard_is_done(tmp_path, KEY, NUM_POSITIONS)
     path.write_bytes(whole)
-    assert shard_is_done(path, KEY, NUM_POSITIONS)
+    assert shard_is_done(tmp_path, KEY, NUM_POSITIONS)
 
 
 def test_a_flipped_bit_in_the_data_is_never_done(tmp_path: Path) -> None:
@@ -167,16 +167,16 @@ def test_a_flipped_bit_in_the_data_is_never_done(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[start + column.total_compressed_size - 1] ^= 0x10
         path.write_bytes(bytes(damaged))
-        assert not shard_is_done(path, KEY, NUM_POSITIONS), column.path_in_schema
+        assert not shard_is_done(tmp_path, KEY, NUM_POSITIONS), column.path_in_schema
 
 
 def test_resume_writes_only_what_is_not_done_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = [replace(KEY, seed_start=start, seed_stop=start + 4) for start in (0, 4, 8)]
     for key in keys[:2]:
         write_shard(tmp_path, key, generations_of(key))
-    keys[1].path(tmp_path).write_bytes(b"PAR1 not really PAR1")
+    shard_path(tmp_path, keys[1]).write_bytes(b"PAR1 not really PAR1")
     with caplog.at_level(logging.WARNING):
-        pending = [key for key in keys if not shard_is_done(key.path(tmp_path), key, NUM_POSITIONS)]
+        pending = [key for key in keys if not shard_is_done(tmp_path, key, NUM_POSITIONS)]
     assert pending == keys[1:]
     assert [record.message for record in caplog.records if "seeds=0004-0007" in record.message] != []
     assert len(caplog.records) == 1
@@ -184,8 +184,8 @@ def test_resume_writes_only_what_is_not_done_and_says_why(tmp_path: Path, caplog
 
 def test_a_shard_of_another_run_length_is_not_done(tmp_path: Path) -> None:
     path = write_shard(tmp_path, KEY, generations_of(KEY))
-    assert not shard_is_done(path, KEY, NUM_POSITIONS * 2)
-    assert not shard_is_done(path, KEY, NUM_POSITIONS // 2)
+    assert not shard_is_done(tmp_path, KEY, NUM_POSITIONS * 2)
+    assert not shard_is_done(tmp_path, KEY, NUM_POSITIONS // 2)
 
 
 def test_shards_are_found_sorted_by_seed_number_and_filtered_by_name(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_shards_are_found_sorted_by_seed_number_and_filtered_by_name(tmp_path: P
     ]
     for key in reversed(keys):
         write_shard(tmp_path, key, generations_of(key))
-    (keys[0].path(tmp_path).parent / "seeds=first-last.parquet").write_bytes(b"")
+    (shard_path(tmp_path, keys[0]).parent / "seeds=first-last.parquet").write_bytes(b"")
     assert find_shards(tmp_path) == keys
     assert find_shards(tmp_path, arms=["on"]) == keys[3:]
     assert find_shards(tmp_path, configs=["other"]) == []

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from equivtest.errors import InvalidShard
-from equivtest.records import Origin
+from equivtest.records import Origin, ShardKey
 from equivtest.samples.schema import SAMPLES_SCHEMA, VERSION_KEY
-from equivtest.samples.shards import ShardKey, validate_shard, write_shard
+from equivtest.samples.shards import validate_shard, write_shard
 from tests.samples.make import KEY, NUM_POSITIONS, generations_of, plain_generation
 
 

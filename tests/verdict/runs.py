@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from equivtest.records import Arm
-from equivtest.verdict.facts import Comparison, ConfigFacts, Confirmation, Extreme, Finding, Flag, Place, RunFacts
+from equivtest.records import Arm, Comparison
+from equivtest.verdict.facts import ConfigFacts, Confirmation, Extreme, Finding, Flag, Place, RunFacts
 
 ROWS = 8 * 32 * 256
 

@@ -3,9 +3,8 @@ import json
 import pytest
 
 from equivtest.errors import InvalidSetting, ResolutionTooCoarse
-from equivtest.records import EXIT_CODES, Arm, Word
+from equivtest.records import EXIT_CODES, Arm, Comparison, Word
 from equivtest.verdict.decide import decide
-from equivtest.verdict.facts import Comparison
 from equivtest.verdict.verdict import Standing
 from tests.verdict.runs import config_facts, confirmation, finding, findings, flags, plain_facts, run_facts
 
@@ -44,7 +43,7 @@ def test_a_confirmed_flag_is_different_and_says_where_and_how_sure():
         "samples an arm (smallest adjusted p 2.0e-09); most at topp95 / code / position 0, total variation "
         "distance 0.31 where 0.17 is usual; in topp95 / code (2)"
     )
-    assert "--acceptance" in verdict.reasons[0]
+    assert "--acceptance" in verdict.next_steps[0]
     assert (verdict.gate_of_record.passed, verdict.gate_of_record.num_rejected) == (False, 3)
 
 
@@ -63,7 +62,7 @@ def test_a_flag_without_fresh_seeds_is_inconclusive():
     verdict = decide(run_facts(), findings(THREE))
     assert (verdict.word, verdict.exit_code) == (Word.INCONCLUSIVE, 3)
     assert "not decided: 3 of 256 cells differed" in verdict.headline
-    assert "--resume" in verdict.reasons[0]
+    assert "--resume" in verdict.next_steps[0]
 
 
 def test_a_flag_left_out_of_the_confirmation_is_still_open():
@@ -83,7 +82,7 @@ def test_missing_rows_are_invalid():
     verdict = decide(run_facts(config_facts(rows_found=rows)), findings())
     assert (verdict.word, verdict.exit_code) == (Word.INVALID, 4)
     assert verdict.headline == ("this run cannot be judged: 5,536 of 65,536 rows are missing in config topp95, arm on")
-    assert "equivtest run --resume" in verdict.reasons[0]
+    assert "equivtest run --resume" in verdict.next_steps[0]
 
 
 def test_an_arm_without_any_row_is_invalid():
@@ -255,7 +254,7 @@ def test_verdict_json_is_complete_stable_and_plain():
     data = verdict.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data) == [
-        "verdict", "exit_code", "headline", "reasons", "gate_of_record", "controls", "findings", "thresholds",
+        "verdict", "exit_code", "headline", "reasons", "next_steps", "gate_of_record", "controls", "findings", "thresholds",
     ]  # fmt: skip
     assert (data["verdict"], data["exit_code"]) == ("different", 1)
     assert data["thresholds"] == {

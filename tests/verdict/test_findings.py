@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from equivtest.errors import InvalidSetting
+from equivtest.records import Comparison
 from equivtest.stats.marginal import marginal_family
-from equivtest.verdict.facts import Comparison, Place
+from equivtest.verdict.facts import Place
 from equivtest.verdict.findings import confirmation, flagged_cells, flagged_strata, marginal_finding
 
 CELLS = [("topp95", "code", 0), ("topp95", "code", 1), ("topp95", "list", 0), ("topk50", "code", 0)]

@@ -5,10 +5,9 @@ from collections import Counter
 import numpy as np
 from scipy import stats
 
-from equivtest.records import Arm, Word
+from equivtest.records import Arm, Comparison, Word
 from equivtest.stats.marginal import marginal_family
 from equivtest.verdict.decide import decide
-from equivtest.verdict.facts import Comparison
 from equivtest.verdict.findings import confirmation, flagged_cells, marginal_finding
 from tests.stats.laws import draw, realistic_laws, towards_the_mode
 from tests.verdict.runs import run_facts

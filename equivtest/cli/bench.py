@@ -1,0 +1,70 @@
+"""`equivtest bench`: the project's own timings, measured side by side with the usual way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.group("bench")
+def command() -> None:
+    """Measure kernels and the decoder against the plain way, in one process on this machine."""
+
+
+def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option("--output", type=click.Path(path_type=Path), default=None,
+                        help="Also write the figures, with machine and versions, to this JSON file.")(function)  # fmt: skip
+
+
+@command.command("kernels", epilog="\b\nExample:\n  equivtest bench kernels --output results/reference/bench-kernels.json")
+@click.option("--rows", default=256, show_default=True, help="Logits rows.")
+@click.option("--vocab", default=49_152, show_default=True, help="Vocabulary size.")
+@click.option("--repeats", default=7, show_default=True, help="Timed repetitions; the median is shown.")
+@_output_option
+def kernels(rows: int, vocab: int, repeats: int, output: Path | None) -> int:
+    """Filter and sample at top_p .95: cpp and reference against torch's sort and multinomial."""
+    from equivtest.bench.kernels import bench_kernels
+
+    return _show("kernels", bench_kernels(num_rows=rows, vocab_size=vocab, repeats=repeats), output)
+
+
+@command.command("decode", epilog="\b\nExample:\n  equivtest bench decode --batch 256 --context 60")
+@click.option("--model", default="smollm2-135m", show_default=True, help="Built-in name, GGUF file or Hugging Face folder.")
+@click.option("--batch", default=256, show_default=True, help="Sequences decoded together.")
+@click.option("--context", default=60, show_default=True, help="Tokens already in the cache when timing starts.")
+@click.option("--steps", default=16, show_default=True, help="Timed steps.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
+              help="Weights and activations of both sides.")
+@_output_option
+def decode(model: str, batch: int, context: int, steps: int, dtype: str, output: Path | None) -> int:
+    """A plain decoding step, whole and forward alone, side by side with transformers on the same weights."""
+    from equivtest.bench.decode import bench_decode
+
+    return _show("decode", bench_decode(model, batch=batch, context=context, steps=steps, dtype=dtype), output)
+
+
+def _show(name: str, result: Any, output: Path | None) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
+
+    rows = result.rows()
+    table = Table(title=f"bench {name}")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "bench": name, "command": command_line(), "machine": describe_machine(), "code": describe_code(),
+            "settings": result.settings(), "rows": rows,
+        }  # fmt: skip
+        output.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+    return 0

@@ -1,0 +1,51 @@
+"""`equivtest gate`: verdicts as an exit code and one screen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+_EPILOG = """\b
+Examples:
+  equivtest gate                        the newest complete run under results/
+  equivtest gate results/a results/b    several runs: the worst verdict decides
+\b
+In GitHub Actions it also writes the step summary and an annotation.
+"""
+
+
+@click.command("gate", epilog=_EPILOG)
+@click.argument("run_dirs", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--results-dir", type=click.Path(path_type=Path), default=Path("results"), show_default=True,
+              help="Where to look for the newest run.")
+def command(run_dirs: tuple[Path, ...], results_dir: Path) -> int:
+    """Print the verdict of RUN_DIRS and exit with its code; reads files only."""
+    from equivtest.pipeline.gate import read_verdict, worst
+    from equivtest.pipeline.run import find_run
+    from equivtest.records import EXIT_CODES
+
+    results = [read_verdict(run_dir) for run_dir in run_dirs or (find_run(results_dir),)]
+    for result in results:
+        click.echo(result.run_dir)
+        for line in (*result.lines, *result.reasons):
+            click.echo(f"  {line}")
+        click.echo(f"{result.word.upper()}: {result.headline}")
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for result in results:
+            _tell_github(result.run_dir / "summary.md", result.exit_code, f"{result.word}: {result.headline}")
+    word = worst(results)
+    if len(results) > 1:
+        click.echo(f"{word.upper()} decides over {len(results)} runs")
+    return EXIT_CODES[word]
+
+
+def _tell_github(summary: Path, exit_code: int, headline: str) -> None:
+    level = "notice" if exit_code == 0 else "error"
+    escaped = headline.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    click.echo(f"::{level} title=equivtest::{escaped}")
+    target = os.environ.get("GITHUB_STEP_SUMMARY")
+    if target and summary.is_file():
+        with Path(target).open("a", encoding="utf-8") as sink:
+            sink.write(summary.read_text("utf-8") + "\n")

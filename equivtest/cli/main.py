@@ -1,0 +1,76 @@
+"""The `equivtest` command: its group, and the one place where an error becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import traceback
+
+import click
+
+import equivtest
+from equivtest.errors import EquivtestError
+from equivtest.records import EXIT_CODES, Word
+
+_COMMANDS = ("run", "report", "gate", "compare", "doctor", "bench", "model")
+"""Each is the command `command` of equivtest/cli/<name>.py, imported when it is called."""
+
+_EPILOG = """\b
+Exit codes: 0 equivalent, 1 different, 2 usage error, 3 inconclusive, 4 invalid run.
+
+\b
+Examples:
+  equivtest run --config topp95 --budget smoke    about a minute, sees gross faults
+  equivtest run --config topp95                   the gate: 8 prompts x 32 positions x 256 seeds x 4 arms
+  equivtest gate                                  the last run's verdict on one screen, as an exit code
+"""
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"equivtest.cli.{name}").command
+        return command
+
+
+@click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(equivtest.__version__, prog_name="equivtest")
+@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks and details of the work.")
+def cli(verbose: bool) -> None:
+    """Does an LLM decoder with speculative decoding sample from the same distribution as without it?"""
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("equivtest").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def main() -> None:
+    """Entry point. Every way out has an exit code, and none of them is 0 by default."""
+    verbose = bool({"-v", "--verbose"} & set(sys.argv[1:]))
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.exceptions.Exit as exit_:
+        code = exit_.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("equivtest: interrupted", err=True)
+        code = EXIT_CODES[Word.INVALID]
+    except EquivtestError as error:
+        code = _report(str(error), error.exit_code, verbose)
+    except Exception as error:
+        hint = "" if verbose else " (run again with `equivtest -v ...` for the traceback)"
+        code = _report(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_CODES[Word.INVALID], verbose)
+    # A command that forgets to say how it ended has not shown anything.
+    sys.exit(code if isinstance(code, int) else EXIT_CODES[Word.INVALID])
+
+
+def _report(line: str, code: int, verbose: bool) -> int:
+    if verbose:
+        traceback.print_exc()
+    click.echo(f"equivtest: {line}", err=True)
+    return code

@@ -1,0 +1,60 @@
+"""Options that several commands share, and how they become the records that the library takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+ENGINE_FIELDS = (
+    "model", "dtype", "kernels", "drafter", "draft_len", "early_exit_layers", "draft_model", "acceptance", "threads"
+)  # fmt: skip
+ANALYSIS_FIELDS = ("statistic", "exact", "dependence", "num_permutations")
+
+
+def engine_options(command: Command) -> Command:
+    """What decides which decoder is tested; fields of EngineOptions."""
+    return _stack(
+        command,
+        click.option("--model", default="smollm2-135m", show_default=True,
+                     help="Built-in name, GGUF file, Hugging Face folder or hub id."),
+        click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
+                     help="Weights and activations; auto is bfloat16 where the CPU multiplies it in hardware."),
+        click.option("--kernels", default="auto", show_default=True, help="Kernel backend: auto, cpp or reference."),
+        click.option("--drafter", default="early_exit", show_default=True,
+                     help="ngram, early_exit, self or model."),
+        click.option("--draft-len", type=int, default=3, show_default=True, help="Drafts offered per step."),
+        click.option("--early-exit-layers", type=int, default=None, help="Layers the early_exit drafter runs."),
+        click.option("--draft-model", default=None, help="The smaller model of `--drafter model`."),
+        click.option("--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True,
+                     help="Acceptance rule; both are exact."),
+        click.option("--threads", type=int, default=None, help="CPU threads; default: all cores."),
+    )  # fmt: skip
+
+
+def analysis_options(command: Command) -> Command:
+    """How the samples are judged; fields of AnalysisOptions."""
+    return _stack(
+        command,
+        click.option("--statistic", type=click.Choice(["chi2", "max_z"]), default="chi2", show_default=True,
+                     help="Per-cell statistic."),
+        click.option("--exact", is_flag=True, help="Monte-Carlo p-values over label permutations."),
+        click.option("--dependence", type=click.Choice(["bh", "by"]), default="bh", show_default=True,
+                     help="False discovery rate: Benjamini-Hochberg or, for any dependence, Benjamini-Yekutieli."),
+        click.option("--num-permutations", type=int, default=None,
+                     help="Permutations per cell for --exact and max_z; default: enough to reject one cell."),
+    )  # fmt: skip
+
+
+def pick(values: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+    """Take `fields` out of a command's values."""
+    return {field: values.pop(field) for field in fields}
+
+
+def _stack(command: Command, *decorators: Callable[[Command], Command]) -> Command:
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command

@@ -1,0 +1,52 @@
+"""`equivtest run`: collect the arms, analyse, report, print the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS, analysis_options, engine_options, pick
+
+_EPILOG = """\b
+Examples:
+  equivtest run --config topp95 --budget smoke          about a minute, sees gross faults
+  equivtest run --config topp95                         the protocol of record
+  equivtest run --config all --drafter ngram            three sampled configs in one run
+  equivtest run --model path/to/model.gguf --acceptance match
+  equivtest run --resume                                continue the newest unfinished run
+"""
+
+
+@click.command("run", epilog=_EPILOG)
+@click.option("--config", "configs", multiple=True, default=("topp95",), show_default=True,
+              help="topp95, topk50, topk20p90, greedy, minp05, or all (the first three); may be repeated.")
+@click.option("--budget", default="gate", show_default=True,
+              help="smoke (2 prompts, 16 positions, 64 seeds), gate (8, 32, 256) or audit (8, 32, 1,024).")
+@click.option("--prompts", default="default", show_default=True, help="Prompt set: a name or a .jsonl file.")
+@click.option("--epsilon", type=float, default=None,
+              help="Acceptance bias planted in the biased arm; default: the budget's (smoke 0.5, gate and audit 0.1).")
+@click.option("--confirm/--no-confirm", default=True, show_default=True,
+              help="Draw four times as many fresh seeds for what was flagged before calling it different.")
+@click.option("--run-seed", type=int, default=0, show_default=True, help="Seeds every random stream of the run.")
+@click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Run folder; default: a new one.")
+@click.option("--results-dir", type=click.Path(path_type=Path), default=Path("results"), show_default=True,
+              help="Where run folders are made.")
+@click.option("--resume", is_flag=True, help="Continue --run-dir, or the newest unfinished run.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")
+@engine_options
+@analysis_options
+def command(as_json: bool, confirm: bool, **values: Any) -> int:
+    """Sample with speculation off and on, test whether the distributions agree, and end in a verdict."""
+    from rich.console import Console
+
+    from equivtest.cli.progress import listener_for
+    from equivtest.cli.verdict import show_verdict
+    from equivtest.pipeline.analyse import AnalysisOptions
+    from equivtest.pipeline.run import EngineOptions, RunOptions, run
+
+    engine = EngineOptions(**pick(values, ENGINE_FIELDS))
+    analysis = AnalysisOptions(confirm=confirm, **pick(values, ANALYSIS_FIELDS))
+    result = run(RunOptions(engine=engine, analysis=analysis, **values), listener_for(Console(stderr=True)))
+    return show_verdict(result, as_json=as_json)

@@ -1,0 +1,1 @@
+"""Joins the rooms: collect samples, analyse them, publish the result."""

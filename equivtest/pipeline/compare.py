@@ -1,0 +1,106 @@
+"""Two files of samples from anywhere: the marginal family with controls made from the recordings themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from equivtest.errors import MissingSamples, UsageError
+from equivtest.pipeline.analyse import AnalysisOptions, cells_frame, judge_cells
+from equivtest.records import Arm, Comparison
+from equivtest.rng import stream_key
+from equivtest.samples.recorded import CellFamily, read_recorded
+from equivtest.verdict.decide import decide
+from equivtest.verdict.facts import ConfigFacts, Finding, RunFacts
+from equivtest.verdict.findings import Cell, marginal_finding
+from equivtest.verdict.verdict import Verdict
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComparisonResult:
+    """The verdict on two recordings and the cells behind it."""
+
+    verdict: Verdict
+    cells: pd.DataFrame
+
+
+def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, run_seed: int = 0) -> ComparisonResult:
+    """Judge recordings of two arms; there are no fresh seeds, so a flag counts at once.
+
+    The controls come from the recordings: A/A compares the first half of `on`'s seeds with the second; the planted fault puts the cell's
+    most frequent token in place of each of its tokens with probability `epsilon`, which is what an acceptance test that
+    accepts too much does when the drafts are good.
+    Raises UsageError when the files hold no common prompts or different ones, and what `read_recorded` raises.
+    """
+    off_tokens, on_tokens = read_recorded(off).tokens, read_recorded(on).tokens
+    if off_tokens.keys() != on_tokens.keys():
+        only = sorted(" / ".join(family) for family in off_tokens.keys() ^ on_tokens.keys())
+        message = f"{on} and {off} hold different prompts or configs; in one only: {', '.join(only[:5])}"
+        raise UsageError(message)
+    cells = _cells(on, off, off_tokens, on_tokens)
+    off_columns, on_columns = _columns(off_tokens), _columns(on_tokens)
+    rng = np.random.default_rng(stream_key(run_seed, "compare") % 2**63)
+    halves = [(grid[: len(grid) // 2], grid[len(grid) // 2 :]) for grid in on_tokens.values()]
+    pairs: dict[Comparison, tuple[Sequence[Tokens], Sequence[Tokens]]] = {
+        Comparison.OFF_ON: (off_columns, on_columns),
+        Comparison.ON_ON_NULL: (
+            [column for half, _ in halves for column in half.T],
+            [column for _, half in halves for column in half.T],
+        ),
+        Comparison.OFF_BIASED: (off_columns, [_plant(column, epsilon, rng) for column in on_columns]),
+    }
+    findings: list[Finding] = []
+    frames: list[pd.DataFrame] = []
+    for comparison, (first, second) in pairs.items():
+        result = judge_cells(comparison, first, second, options, run_seed)
+        findings.append(marginal_finding(comparison, result, cells))
+        frames.append(cells_frame(comparison, cells, result))
+    facts = RunFacts(
+        configs=tuple(_facts(config, off_tokens, on_tokens) for config in dict.fromkeys(f.config for f in on_tokens)),
+        planted_fault=f"bias of {epsilon:.2f} towards the likeliest token",
+        confirm=False,
+    )
+    return ComparisonResult(verdict=decide(facts, findings), cells=pd.concat(frames, ignore_index=True))
+
+
+def _facts(
+    config: str, off_tokens: Mapping[CellFamily, Tokens], on_tokens: Mapping[CellFamily, Tokens]
+) -> ConfigFacts:
+    def num_rows(tokens: Mapping[CellFamily, Tokens]) -> int:
+        return sum(grid.size for family, grid in tokens.items() if family.config == config)
+
+    rows = {Arm.OFF: num_rows(off_tokens), Arm.ON: num_rows(on_tokens)}
+    num_samples = sum(len(grid) for family, grid in on_tokens.items() if family.config == config)
+    return ConfigFacts(
+        config=config, rows_expected=rows, rows_found=rows, recorded=True, num_samples=num_samples,
+        num_spec_samples=num_samples, num_drafted=0, num_accepted=0, plain_reasons={},
+    )  # fmt: skip
+
+
+def _cells(
+    on: Path, off: Path, off_tokens: Mapping[CellFamily, Tokens], on_tokens: Mapping[CellFamily, Tokens]
+) -> list[Cell]:
+    cells: list[Cell] = []
+    for family, tokens in off_tokens.items():
+        if tokens.shape[1] != on_tokens[family].shape[1]:
+            missing = f"{' / '.join(family)} has {tokens.shape[1]} positions in {off} and {on_tokens[family].shape[1]} in {on}"
+            raise MissingSamples(missing, "record the same number of tokens in both")
+        cells += [(family.config, family.prompt_id, position) for position in range(tokens.shape[1])]
+    return cells
+
+
+def _columns(tokens: Mapping[CellFamily, Tokens]) -> list[Tokens]:
+    """One array [num_seeds] per cell, in the order of `_cells`."""
+    return [column for grid in tokens.values() for column in np.ascontiguousarray(grid.T)]
+
+
+def _plant(column: Tokens, epsilon: float, rng: np.random.Generator) -> Tokens:
+    values, counts = np.unique(column, return_counts=True)
+    return np.where(rng.random(len(column)) < epsilon, values[counts.argmax()], column)

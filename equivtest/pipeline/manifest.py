@@ -1,0 +1,146 @@
+"""The manifest of a run: what was asked, of which code, on which machine, and how far it got."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import equivtest
+from equivtest.errors import InvalidShard, RunNotFound
+from equivtest.resources import resource_dir
+
+FILE_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+
+class Status(StrEnum):
+    STARTED = "started"
+    COMPLETE = "complete"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """manifest.json, written before the first sample and rewritten at every change of status."""
+
+    run_id: str
+    status: Status
+    fingerprint: str
+    """Of protocol and subject: two runs with one fingerprint asked the same question."""
+    protocol: Mapping[str, Any]
+    subject: Mapping[str, Any]
+    """The engine under test, as it describes itself."""
+    options: Mapping[str, Any]
+    """What this run was asked to do with the samples, for instance whether flags are confirmed."""
+    code: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    command: str
+    started: str
+    """UTC, ISO 8601."""
+    arm_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds spent generating, by arm, over all sittings; shards found on disk cost nothing."""
+    arm_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Tokens generated in those seconds, by arm."""
+    prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Length of each prompt in tokens."""
+    error: str | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def with_status(self, status: Status, *, error: str | None = None) -> Manifest:
+        return dataclasses.replace(self, status=status, error=error)
+
+    def add_time(self, arm: str, seconds: float, tokens: int) -> Manifest:
+        """The manifest with a batch's cost added to its arm."""
+        return dataclasses.replace(
+            self,
+            arm_seconds={**self.arm_seconds, arm: round(self.arm_seconds.get(arm, 0.0) + seconds, 3)},
+            arm_tokens={**self.arm_tokens, arm: self.arm_tokens.get(arm, 0) + tokens},
+        )
+
+    def write(self, run_dir: Path) -> None:
+        """Atomically: a reader never sees half a manifest."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        temporary = run_dir / f".{FILE_NAME}.{os.getpid()}"
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n", "utf-8")
+        temporary.replace(run_dir / FILE_NAME)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Manifest:
+        """Raises RunNotFound, or InvalidShard for a file that is no manifest of this schema."""
+        path = run_dir / FILE_NAME
+        if not path.is_file():
+            raise RunNotFound(run_dir, "name a folder that `equivtest run` made")
+        try:
+            data = json.loads(path.read_text("utf-8"))
+            if data["schema_version"] != SCHEMA_VERSION:
+                raise InvalidShard(path, f"schema version {data['schema_version']}, this program reads {SCHEMA_VERSION}")
+            data["status"] = Status(data["status"])
+            return cls(**data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidShard(path, f"not a run manifest: {error}") from error
+
+
+def utc_now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC).replace(microsecond=0)
+
+
+def describe_code() -> dict[str, Any]:
+    """Version, git commit and dirty flag where there is a repository, and a hash of the sources that ran."""
+    root = Path(equivtest.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *(p for p in resource_dir("kernels_ext").rglob("*") if p.is_file())]):
+        if "__pycache__" not in path.parts:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return {
+        "version": equivtest.__version__,
+        "source_sha256": digest.hexdigest(),
+        "git_commit": _git(root, "rev-parse", "HEAD"),
+        "git_dirty": bool(_git(root, "status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the run ran on; no host name, so that a manifest can be published."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def command_line() -> str:
+    """The command to reproduce this process."""
+    return " ".join(["equivtest", *sys.argv[1:]])
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

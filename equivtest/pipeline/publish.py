@@ -1,0 +1,97 @@
+"""Writes what was found: verdict.json, the tables, the page, the summary and the JUnit file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from equivtest.pipeline.analyse import Analysis
+from equivtest.pipeline.manifest import Manifest
+from equivtest.protocol.configs import CONFIGS, describe_params
+from equivtest.protocol.plan import Protocol
+from equivtest.records import Arm, Evidence
+from equivtest.report.data import EVIDENCE_COLUMNS, ConfigFacts, ControlResult, ReportData
+from equivtest.report.files import write_whole
+from equivtest.report.html import write_html
+from equivtest.report.junit import write_junit
+from equivtest.report.summary import write_summary
+from equivtest.report.tables import write_cells, write_evidence
+from equivtest.verdict.verdict import Verdict
+
+
+def publish(run_dir: Path, manifest: Manifest, protocol: Protocol, analysis: Analysis) -> ReportData:
+    """Write every file of the report into the run folder and return what they show."""
+    data = report_data(manifest, protocol, analysis)
+    write_cells(data, run_dir / "cells.parquet")
+    write_evidence(data, run_dir / "evidence.parquet")
+    write_whole(run_dir / "verdict.json", json.dumps(analysis.verdict.to_dict(), indent=2) + "\n")
+    write_html(data, run_dir / "report.html")
+    write_summary(data, run_dir / "summary.md")
+    write_junit(data, run_dir / "junit.xml")
+    return data
+
+
+def report_data(manifest: Manifest, protocol: Protocol, analysis: Analysis) -> ReportData:
+    """The view of a run that every renderer shows."""
+    verdict = analysis.verdict
+    return ReportData(
+        run_id=manifest.run_id,
+        title=f"{', '.join(protocol.configs)}: {manifest.subject['model']}, {manifest.subject['drafter']} drafter",
+        word=verdict.word,
+        headline=verdict.headline,
+        reasons=verdict.reasons,
+        next_steps=verdict.next_steps,
+        gate_of_record=verdict.gate_of_record.line,
+        exit_code=verdict.exit_code,
+        controls=_controls(verdict),
+        configs=tuple(_config(protocol, analysis, facts.config) for facts in analysis.configs),
+        cells=analysis.cells,
+        evidence=evidence_frame(analysis.evidence),
+        acceptance=analysis.acceptance,
+        manifest=dataclasses.asdict(manifest),
+    )
+
+
+def evidence_frame(evidence: tuple[Evidence, ...]) -> pd.DataFrame:
+    return pd.DataFrame([dataclasses.asdict(line) for line in evidence], columns=list(EVIDENCE_COLUMNS))
+
+
+def _controls(verdict: Verdict) -> tuple[ControlResult, ...]:
+    expected = {"A/A": "agrees", "planted fault": "differs"}
+    return tuple(
+        ControlResult(
+            name=control.name,
+            comparison=control.comparison.words,
+            expected=expected[control.name],
+            outcome=control.line,
+            num_rejected=control.num_rejected,
+            num_cells=control.num_tests,
+            passed=control.passed,
+        )
+        for control in verdict.controls
+    )
+
+
+def _config(protocol: Protocol, analysis: Analysis, config: str) -> ConfigFacts:
+    facts = next(facts for facts in analysis.configs if facts.config == config)
+    rows = analysis.speed[(analysis.speed["arm"] == Arm.ON) & (analysis.speed["config"] == config)]
+    speed = rows.iloc[0] if len(rows) else None
+    routed = "spec"
+    if facts.plain_reasons:
+        whole = "plain" if not facts.num_spec_samples else "partly plain"
+        routed = f"{whole}: {'; '.join(facts.plain_reasons)}"
+    return ConfigFacts(
+        name=config,
+        params=describe_params(CONFIGS[config]),
+        routed=routed,
+        acceptance_rate=_number(speed, "acceptance_rate"),
+        mean_accepted=_number(speed, "mean_accepted"),
+        tokens_per_arm=len(protocol.prompts) * protocol.num_seeds * protocol.num_positions,
+    )
+
+
+def _number(row: pd.Series[float] | None, column: str) -> float | None:
+    return None if row is None or pd.isna(row[column]) else float(row[column])

@@ -1,0 +1,171 @@
+"""One run from its options to its verdict: collect, analyse, confirm what was flagged, publish."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from equivtest.engines.base import Engine, EngineOptions
+from equivtest.errors import InvalidSetting, RunExists, RunMismatch, RunNotFound
+from equivtest.pipeline.analyse import Analysis, AnalysisOptions, analyse
+from equivtest.pipeline.manifest import (
+    FILE_NAME,
+    Manifest,
+    Status,
+    command_line,
+    describe_code,
+    describe_machine,
+    utc_now,
+)
+from equivtest.pipeline.progress import Listener, Silent
+from equivtest.pipeline.publish import publish
+from equivtest.protocol.budgets import get_budget
+from equivtest.protocol.configs import resolve_configs
+from equivtest.protocol.plan import Protocol, fingerprint
+from equivtest.protocol.prompts import load_prompt_set
+from equivtest.report.data import ReportData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Everything `equivtest run` can be told."""
+
+    configs: tuple[str, ...] = ("topp95",)
+    budget: str = "gate"
+    prompts: str = "default"
+    epsilon: float | None = None
+    """Acceptance bias of the biased arm; None takes the budget's."""
+    run_seed: int = 0
+    engine: EngineOptions
+    analysis: AnalysisOptions
+    results_dir: Path = Path("results")
+    run_dir: Path | None = None
+    """None names a new folder under results_dir after configs, budget and time."""
+    resume: bool = False
+    """Continue run_dir, or the newest unfinished run with the same fingerprint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """A finished run."""
+
+    run_dir: Path
+    analysis: Analysis
+    data: ReportData
+    """What the report shows."""
+
+
+def run(options: RunOptions, listener: Listener | None = None) -> RunResult:
+    """Run the protocol and publish its report. Raises EquivtestError; KeyboardInterrupt leaves a resumable run."""
+    listener = listener or Silent()
+    protocol = Protocol.build(
+        load_prompt_set(options.prompts),
+        resolve_configs(options.configs),
+        get_budget(options.budget),
+        epsilon=options.epsilon,
+        run_seed=options.run_seed,
+    )
+    # Torch loads only when a run really starts: reports are recomputed on machines without it.
+    from equivtest.engines.decoder import DecoderEngine
+    from equivtest.pipeline.collect import collect
+
+    engine = DecoderEngine.open(options.engine, on_message=listener.message)
+    run_dir, manifest = _open_run(options, protocol, engine)
+    listener.message(f"run folder: {run_dir}")
+    try:
+        manifest = collect(run_dir, protocol, manifest, engine, protocol.batches(), listener, "collecting")
+        analysis = analyse(run_dir, protocol, options.analysis)
+        for arms, strata in analysis.unconfirmed.items():
+            batches = protocol.confirmation_batches(arms, strata)
+            label = f"confirming {arms[0]} vs {arms[1]} on fresh seeds"
+            manifest = collect(run_dir, protocol, manifest, engine, batches, listener, label)
+        if analysis.unconfirmed:
+            analysis = analyse(run_dir, protocol, options.analysis)
+    except KeyboardInterrupt:
+        listener.finish()
+        manifest.with_status(Status.CANCELLED).write(run_dir)
+        listener.message(f"stopped; what was collected is kept. To continue: {_resume_command(run_dir)}")
+        raise
+    except Exception as error:
+        listener.finish()
+        manifest.with_status(Status.ERROR, error=f"{type(error).__name__}: {error}").write(run_dir)
+        raise
+    manifest = manifest.with_status(Status.COMPLETE)
+    manifest.write(run_dir)
+    data = publish(run_dir, manifest, protocol, analysis)
+    return RunResult(run_dir=run_dir, analysis=analysis, data=data)
+
+
+def reanalyse(run_dir: Path, analysis_options: AnalysisOptions | None = None) -> RunResult:
+    """Recompute a run's tables and pages from its samples; needs no torch and no model."""
+    manifest = Manifest.read(run_dir)
+    protocol = Protocol.from_dict(manifest.protocol)
+    analysis = analyse(run_dir, protocol, analysis_options or AnalysisOptions(**manifest.options))
+    data = publish(run_dir, manifest, protocol, analysis)
+    return RunResult(run_dir=run_dir, analysis=analysis, data=data)
+
+
+def find_run(results_dir: Path, *, complete: bool = True) -> Path:
+    """The newest run under `results_dir`; with `complete` False, the newest that did not end. Raises RunNotFound."""
+    runs = sorted(
+        (manifest.started, path.parent)
+        for path in results_dir.glob(f"*/{FILE_NAME}")
+        for manifest in [Manifest.read(path.parent)]
+        if (manifest.status is Status.COMPLETE) == complete
+    )
+    if not runs:
+        kind = "complete" if complete else "unfinished"
+        raise RunNotFound(results_dir, f"there is no {kind} run there; start one with `equivtest run`")
+    return runs[-1][1]
+
+
+def _resume_command(run_dir: Path) -> str:
+    command = command_line()
+    return command if "--resume" in command else f"{command} --resume --run-dir {run_dir}"
+
+
+def _open_run(options: RunOptions, protocol: Protocol, engine: Engine) -> tuple[Path, Manifest]:
+    subject = engine.describe()
+    manifest = Manifest(
+        run_id="",
+        status=Status.STARTED,
+        fingerprint=fingerprint(protocol, subject),
+        protocol=protocol.to_dict(),
+        subject=subject,
+        options=asdict(options.analysis),
+        code=describe_code(),
+        machine=describe_machine(),
+        command=command_line(),
+        started=utc_now().isoformat(),
+        prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.messages)) for prompt in protocol.prompts},
+    )
+    if options.resume:
+        run_dir = options.run_dir or find_run(options.results_dir, complete=False)
+        return run_dir, _resumed(run_dir, manifest)
+    name = f"{'+'.join(options.configs)}-{options.budget}-{utc_now():%Y%m%dT%H%M%SZ}"
+    run_dir = options.run_dir or options.results_dir / name
+    if run_dir.exists() and not run_dir.is_dir():
+        raise InvalidSetting("run-dir", str(run_dir), "is a file")
+    if (run_dir / FILE_NAME).exists():
+        raise RunExists(run_dir)
+    return run_dir, _written(run_dir, manifest)
+
+
+def _resumed(run_dir: Path, asked: Manifest) -> Manifest:
+    """The manifest on disk, if it asked the same question of the same code."""
+    found = Manifest.read(run_dir)
+    for field, on_disk, now in (
+        ("fingerprint", found.fingerprint, asked.fingerprint),
+        ("source_sha256", found.code.get("source_sha256"), asked.code["source_sha256"]),
+        ("CPU", found.machine.get("cpu"), asked.machine["cpu"]),
+    ):
+        if on_disk != now:
+            raise RunMismatch(run_dir, field, on_disk, now)
+    return _written(run_dir, dataclasses.replace(found, status=Status.STARTED, options=asked.options, error=None))
+
+
+def _written(run_dir: Path, manifest: Manifest) -> Manifest:
+    manifest = dataclasses.replace(manifest, run_id=run_dir.name)
+    manifest.write(run_dir)
+    return manifest
