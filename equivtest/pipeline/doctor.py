@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from equivtest.decoder.hub import BUILT_IN, cached_model
-from equivtest.decoder.model import default_dtype
+from equivtest.decoder.weights import default_dtype
 from equivtest.errors import EquivtestError, KernelUnavailable
 from equivtest.kernels.registry import get_backend, known_backends, resolve_auto
 from equivtest.pipeline.manifest import describe_code, describe_machine

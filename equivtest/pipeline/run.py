@@ -138,7 +138,7 @@ def _open_run(options: RunOptions, protocol: Protocol, engine: Engine) -> tuple[
         machine=describe_machine(),
         command=command_line(),
         started=utc_now().isoformat(),
-        prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.messages)) for prompt in protocol.prompts},
+        prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.conversation)) for prompt in protocol.prompts},
     )
     if options.resume:
         run_dir = options.run_dir or find_run(options.results_dir, complete=False)

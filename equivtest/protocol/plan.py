@@ -109,10 +109,7 @@ class Protocol:
         return {
             "prompt_set": self.prompt_set,
             "prompt_set_sha256": self.prompt_set_sha256,
-            "prompts": [
-                {"id": prompt.id, "messages": [{"role": r, "content": c} for r, c in prompt.messages]}
-                for prompt in self.prompts
-            ],
+            "prompts": [{"id": prompt.id, "messages": prompt.conversation} for prompt in self.prompts],
             "configs": {
                 name: {field: getattr(CONFIGS[name], field) for field in ("temperature", "top_k", "top_p", "min_p")}
                 for name in self.configs

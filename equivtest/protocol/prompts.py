@@ -24,6 +24,11 @@ class Prompt:
     messages: tuple[tuple[str, str], ...]
     """(role, content) pairs, rendered with the model's chat template."""
 
+    @property
+    def conversation(self) -> list[dict[str, str]]:
+        """The messages as chat templates and JSON have them."""
+        return [{"role": role, "content": content} for role, content in self.messages]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
