@@ -16,11 +16,11 @@ def command() -> None:
 
 
 def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--output", type=click.Path(path_type=Path), default=None,
-                        help="Also write the figures, with machine and versions, to this JSON file.")(function)  # fmt: skip
+    write = "Also write the figures, with machine and versions, to this JSON file."
+    return click.option("--output", type=click.Path(path_type=Path), default=None, help=write)(function)
 
 
-@command.command("kernels", epilog="\b\nExample:\n  equivtest bench kernels --output results/reference/bench-kernels.json")
+@command.command("kernels", epilog="\b\nExample:\n  equivtest bench kernels --output bench-kernels.json")
 @click.option("--rows", default=256, show_default=True, help="Logits rows.")
 @click.option("--vocab", default=49_152, show_default=True, help="Vocabulary size.")
 @click.option("--repeats", default=7, show_default=True, help="Timed repetitions; the median is shown.")
@@ -33,7 +33,7 @@ def kernels(rows: int, vocab: int, repeats: int, output: Path | None) -> int:
 
 
 @command.command("decode", epilog="\b\nExample:\n  equivtest bench decode --batch 256 --context 60")
-@click.option("--model", default="smollm2-135m", show_default=True, help="Built-in name, GGUF file or Hugging Face folder.")
+@click.option("--model", default="smollm2-135m", show_default=True, help="Built-in name, GGUF file or folder.")
 @click.option("--batch", default=256, show_default=True, help="Sequences decoded together.")
 @click.option("--context", default=60, show_default=True, help="Tokens already in the cache when timing starts.")
 @click.option("--steps", default=16, show_default=True, help="Timed steps.")

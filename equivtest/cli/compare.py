@@ -37,7 +37,8 @@ def command(on: Path, off: Path, epsilon: float, as_json: bool, **analysis: Any)
     if as_json:
         click.echo(json.dumps(verdict.to_dict(), indent=2))
         return verdict.exit_code
-    for line in (verdict.gate_of_record.line, *(control.line for control in verdict.controls), *verdict.reasons):
+    controls = (f"{control.name}: {control.line}" for control in verdict.controls)
+    for line in (f"gate of record: {verdict.gate_of_record.line}", *controls, *verdict.reasons, *verdict.next_steps):
         click.echo(f"  {line}")
     click.echo(f"{verdict.word.upper()}: {verdict.headline}")
     return verdict.exit_code

@@ -11,7 +11,7 @@ import click
 @click.command("doctor", epilog="\b\nExample:\n  equivtest doctor --json")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def command(as_json: bool) -> int:
-    """Say what is installed, which kernel backends work here, and why the others do not. Exits 4 when a run cannot work."""
+    """Say what is installed, which kernel backends work here, and why not. Exits 4 when a run cannot work."""
     from rich.console import Console
     from rich.table import Table
 

@@ -29,7 +29,7 @@ def command(run_dirs: tuple[Path, ...], results_dir: Path) -> int:
     results = [read_verdict(run_dir) for run_dir in run_dirs or (find_run(results_dir),)]
     for result in results:
         click.echo(result.run_dir)
-        for line in (*result.lines, *result.reasons):
+        for line in result.lines:
             click.echo(f"  {line}")
         click.echo(f"{result.word.upper()}: {result.headline}")
     if os.environ.get("GITHUB_ACTIONS") == "true":

@@ -1,4 +1,4 @@
-"""From samples on disk to a verdict. Reads parquet, calls the statistics, asks the verdict room; decides nothing itself."""
+"""From samples on disk to a verdict: reads parquet, calls the statistics, asks the verdict room; decides nothing."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _config_facts(protocol: Protocol, config: str, samples: pa.Table, by_slot: p
         greedy=CONFIGS[config].greedy,
         num_samples=len(first_tokens),
         num_spec_samples=len(first_tokens) - sum(plain.values()),
-        num_drafted=int(drafts["offered"].sum()),
+        num_drafted=int(drafts["reached"].sum()),
         num_accepted=int(drafts["accepted"].sum()),
         plain_reasons={route.removeprefix("plain: "): count for route, count in plain.items()},
     )

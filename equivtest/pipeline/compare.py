@@ -34,9 +34,9 @@ class ComparisonResult:
 def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, run_seed: int = 0) -> ComparisonResult:
     """Judge recordings of two arms; there are no fresh seeds, so a flag counts at once.
 
-    The controls come from the recordings: A/A compares the first half of `on`'s seeds with the second; the planted fault puts the cell's
-    most frequent token in place of each of its tokens with probability `epsilon`, which is what an acceptance test that
-    accepts too much does when the drafts are good.
+    The controls come from the recordings: A/A compares the first half of `on`'s seeds with the second; the planted
+    fault puts the cell's most frequent token in place of each of its tokens with probability `epsilon`, which is what
+    an acceptance test that accepts too much does when the drafts are good.
     Raises UsageError when the files hold no common prompts or different ones, and what `read_recorded` raises.
     """
     off_tokens, on_tokens = read_recorded(off).tokens, read_recorded(on).tokens
@@ -90,7 +90,8 @@ def _cells(
     cells: list[Cell] = []
     for family, tokens in off_tokens.items():
         if tokens.shape[1] != on_tokens[family].shape[1]:
-            missing = f"{' / '.join(family)} has {tokens.shape[1]} positions in {off} and {on_tokens[family].shape[1]} in {on}"
+            lengths = f"{tokens.shape[1]} positions in {off} and {on_tokens[family].shape[1]} in {on}"
+            missing = f"{' / '.join(family)} has {lengths}"
             raise MissingSamples(missing, "record the same number of tokens in both")
         cells += [(family.config, family.prompt_id, position) for position in range(tokens.shape[1])]
     return cells

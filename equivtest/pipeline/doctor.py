@@ -64,7 +64,7 @@ def _package(name: str) -> Check:
         return Check(name=name, ok=True, finding=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         optional = name == "transformers"
-        remedy = "only for tests and `bench decode`: pip install 'equivtest[test]'" if optional else f"pip install {name}"
+        remedy = "only for `bench decode`: pip install 'equivtest[test]'" if optional else f"pip install {name}"
         return Check(name=name, ok=False, finding=f"not installed; {remedy}", required=not optional)
 
 
@@ -74,7 +74,8 @@ def _backend(name: str) -> Check:
     except KernelUnavailable as error:
         return Check(name=f"kernels {name}", ok=False, finding=error.reason, required=False)
     can = [word for word in ("min_p", "per_request_seed", "ragged_draft") if getattr(capabilities, word)]
-    return Check(name=f"kernels {name}", ok=True, finding=f"{', '.join(sorted(capabilities.devices))}; {', '.join(can)}")
+    devices = ", ".join(sorted(capabilities.devices))
+    return Check(name=f"kernels {name}", ok=True, finding=f"{devices}; {', '.join(can)}")
 
 
 def _model(name: str) -> Check:

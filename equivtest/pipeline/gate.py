@@ -22,9 +22,8 @@ class GateResult:
     run_dir: Path
     word: Word
     headline: str
-    reasons: tuple[str, ...]
     lines: tuple[str, ...]
-    """Gate of record and controls, one line each."""
+    """Gate of record, controls, reasons and next steps."""
 
     @property
     def exit_code(self) -> int:
@@ -40,16 +39,21 @@ def read_verdict(run_dir: Path) -> GateResult:
     path = run_dir / "verdict.json"
     if manifest.status is not Status.COMPLETE or not path.is_file():
         why = manifest.error or "its samples were not all collected"
-        headline = f"this run cannot be judged: it is {manifest.status}, {why}; continue it with {manifest.command} --resume"
-        return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, reasons=(), lines=())
+        headline = f"this run cannot be judged: it is {manifest.status}, {why}"
+        lines = (f"next: {manifest.command} --resume --run-dir {run_dir}",)
+        return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, lines=lines)
     try:
         verdict: dict[str, Any] = json.loads(path.read_text("utf-8"))
         return GateResult(
             run_dir=run_dir,
             word=Word(verdict["verdict"]),
             headline=verdict["headline"],
-            reasons=tuple(verdict["reasons"]),
-            lines=(verdict["gate_of_record"]["line"], *(control["line"] for control in verdict["controls"])),
+            lines=(
+                f"gate of record: {verdict['gate_of_record']['line']}",
+                *(f"{control['name']}: {control['line']}" for control in verdict["controls"]),
+                *verdict["reasons"],
+                *(f"next: {step}" for step in verdict["next_steps"]),
+            ),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidShard(path, f"not a verdict: {error}; recompute it with `equivtest report {run_dir}`") from error

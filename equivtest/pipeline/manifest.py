@@ -85,7 +85,8 @@ class Manifest:
         try:
             data = json.loads(path.read_text("utf-8"))
             if data["schema_version"] != SCHEMA_VERSION:
-                raise InvalidShard(path, f"schema version {data['schema_version']}, this program reads {SCHEMA_VERSION}")
+                found = data["schema_version"]
+                raise InvalidShard(path, f"schema version {found}, this program reads {SCHEMA_VERSION}")
             data["status"] = Status(data["status"])
             return cls(**data)
         except (ValueError, KeyError, TypeError) as error:

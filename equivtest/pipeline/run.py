@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from equivtest.engines.base import Engine, EngineOptions
+from equivtest.engines.base import Engine
+from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import InvalidSetting, RunExists, RunMismatch, RunNotFound
 from equivtest.pipeline.analyse import Analysis, AnalysisOptions, analyse
 from equivtest.pipeline.manifest import (

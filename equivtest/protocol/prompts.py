@@ -42,7 +42,7 @@ class PromptSet:
 def load_prompt_set(name_or_path: str) -> PromptSet:
     """The built-in set of that name, or a .jsonl file with its .toml beside it.
 
-    Raises UnknownName, ChecksumMismatch when the file is not the one its .toml describes, InvalidSetting for a bad line.
+    Raises UnknownName, ChecksumMismatch (not the file that its .toml describes), InvalidSetting naming a bad line.
     """
     path = Path(name_or_path)
     if path.suffix != ".jsonl":

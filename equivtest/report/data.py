@@ -77,7 +77,8 @@ class ControlResult:
     """Cells rejected."""
     num_cells: int
     """Cells tested."""
-    passed: bool
+    passed: bool | None
+    """None where it was not run, is undecided or had nothing to act on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,6 +121,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
+        "control": words.control_text,
         "p": words.p_text,
         "number": words.number_text,
         "share": words.share_text,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from equivtest.records import Comparison
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_ROLES, ReportData
 from equivtest.report.files import write_whole
@@ -64,7 +65,7 @@ def _lines(data: ReportData) -> Iterator[str]:
         yield from _table(
             ("Control", "Compared", "Expected", "Outcome", "Result"),
             [
-                (c.name, c.comparison, c.expected, c.outcome, "✓ passed" if c.passed else "✗ failed")
+                (c.name, c.comparison, c.expected, c.outcome, words.control_text(c.passed))
                 for c in data.controls
             ],
         )
@@ -83,7 +84,7 @@ def _lines(data: ReportData) -> Iterator[str]:
                 f"{row['tv_null_q975']:.3f}",
                 f"{words.REJECTED_MARK} rejected" if row["rejected"] else "no",
             )
-            for row in worst_cells(data, "off_on", "p_value", _NUM_WORST).to_dict("records")
+            for row in worst_cells(data, Comparison.OFF_ON, "p_value", _NUM_WORST).to_dict("records")
         ],
     )
     if data.next_steps:

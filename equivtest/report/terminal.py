@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from equivtest.records import Word
+from equivtest.records import Comparison, Word
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_EXPECTS, ReportData
 from equivtest.report.select import num_rejected, worst_cells
@@ -31,7 +31,7 @@ def verdict_screen(data: ReportData) -> RenderableType:
     parts: list[RenderableType] = [_comparisons(data)]
     if data.controls:
         parts += [Text(), _controls(data)]
-    worst = worst_cells(data, "off_on", "p_value", _NUM_WORST).to_dict("records")
+    worst = worst_cells(data, Comparison.OFF_ON, "p_value", _NUM_WORST).to_dict("records")
     if worst:
         parts += [Text(), Text("smallest p-values, off vs on", style="dim")]
         parts += [Text(_cell_line(row), style="red" if row["rejected"] else "") for row in worst]
@@ -76,7 +76,8 @@ def _comparisons(data: ReportData) -> Table:
 def _controls(data: ReportData) -> Table:
     table = _table("control", "expected", "outcome", "result")
     for control in data.controls:
-        result = Text("✓ passed", style="green") if control.passed else Text("✗ failed", style="bold red")
+        style = {True: "green", False: "bold red", None: "yellow"}[control.passed]
+        result = Text(words.control_text(control.passed), style=style)
         table.add_row(Text(control.name), Text(control.expected), Text(control.outcome), result)
     return table
 

@@ -18,6 +18,11 @@ NOTHING = "-"
 """Shown where a test does not define a value."""
 
 
+def control_text(passed: bool | None) -> str:
+    """What became of a control, with a sign beside the word."""
+    return {True: "✓ passed", False: "✗ failed", None: "? not decided"}[passed]
+
+
 def p_text(p_value: float) -> str:
     """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`."""
     if p_value >= 0.001:

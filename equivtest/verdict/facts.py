@@ -41,7 +41,7 @@ class ConfigFacts:
     num_spec_samples: int
     """Samples of arm on that were routed to the speculative path."""
     num_drafted: int
-    """Draft tokens offered to the on arm."""
+    """Draft tokens that the on arm judged: offered, and not behind a rejection."""
     num_accepted: int
     """Draft tokens that the on arm kept."""
     plain_reasons: Mapping[str, int]

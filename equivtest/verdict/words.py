@@ -144,7 +144,7 @@ def config_notes(config: ConfigFacts) -> Iterator[str]:
         plain = config.num_samples - config.num_spec_samples
         yield f"{config.config}: {plain:,} of {config.num_samples:,} samples went plain ({_reasons(config)})"
     share = config.num_accepted / config.num_drafted
-    yield f"{config.config}: {config.num_accepted:,} of {config.num_drafted:,} draft tokens accepted ({share:.0%})"
+    yield f"{config.config}: {config.num_accepted:,} of {config.num_drafted:,} judged drafts accepted ({share:.0%})"
     if config.num_accepted == config.num_drafted:
         yield f"{config.config}: a planted acceptance bias has nothing to act on, since every draft was accepted"
 
@@ -156,28 +156,28 @@ def extreme_notes(finding: Finding) -> Iterator[str]:
 
 def gate_line(finding: Finding | None) -> str:
     if finding is None:
-        return "gate of record: not available, off vs on was not analysed"
+        return "not available, off vs on was not analysed"
     return (
-        f"gate of record (zero rejections of off vs on at {finding.level:g}): {'fail' if finding.flagged else 'pass'}, "
+        f"{'fail' if finding.flagged else 'pass'}, zero rejections of off vs on wanted at {finding.level:g}, "
         f"{len(finding.flagged):,} of {_count(finding.num_all, finding.unit)} rejected"
     )
 
 
 def a_a_line(passed: bool | None, num_rejected: int, num_tests: int) -> str:
     if not num_tests:
-        return "A/A control: not run"
+        return "not run"
     found = f"{num_rejected:,} of {num_tests:,} rejected, on vs on_null"
     if passed is None:
-        return f"A/A control: undecided until tested on fresh seeds, {found}"
+        return f"undecided until tested on fresh seeds, {found}"
     chance = ", none standing on fresh seeds" if passed and num_rejected else ""
-    return f"A/A control: {'passed' if passed else 'failed'}, {found}{chance}"
+    return f"{'passed' if passed else 'failed'}, {found}{chance}"
 
 
 def teeth_line(passed: bool | None, num_rejected: int, num_tests: int, fault: str) -> str:
     if not num_tests:
-        return "planted fault: not run"
+        return "not run"
     state = {True: "detected", False: "missed", None: "had nothing to act on"}[passed]
-    return f"planted fault ({fault}): {state}, {num_rejected:,} of {num_tests:,} rejected, off vs biased"
+    return f"{fault} {state}, {num_rejected:,} of {num_tests:,} rejected, off vs biased"
 
 
 def _stood(finding: Finding, confirm: bool) -> str:

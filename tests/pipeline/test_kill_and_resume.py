@@ -70,7 +70,9 @@ def test_the_comparison_would_notice_another_run(tiny_model_dir: Path, uninterru
     assert not set(ours.values()) & {digest for name, digest in theirs.items() if name.startswith("samples")}
 
 
-def test_an_interrupt_leaves_a_resumable_run_and_says_how(tiny_model_dir: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_a_resumable_run_and_says_how(
+    tiny_model_dir: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     process = start(tiny_model_dir, run_dir)
     while process.poll() is None and num_shards(run_dir) < 2:

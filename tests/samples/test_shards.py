@@ -183,7 +183,7 @@ def test_resume_writes_only_what_is_not_done_and_says_why(tmp_path: Path, caplog
 
 
 def test_a_shard_of_another_run_length_is_not_done(tmp_path: Path) -> None:
-    path = write_shard(tmp_path, KEY, generations_of(KEY))
+    write_shard(tmp_path, KEY, generations_of(KEY))
     assert not shard_is_done(tmp_path, KEY, NUM_POSITIONS * 2)
     assert not shard_is_done(tmp_path, KEY, NUM_POSITIONS // 2)
 

@@ -23,14 +23,14 @@ def test_a_healthy_run_is_equivalent_and_says_what_that_means():
         "a planted acceptance bias of 0.10 was detected (72 of 256 cells)"
     )
     assert verdict.gate_of_record.line == (
-        "gate of record (zero rejections of off vs on at 0.05): pass, 0 of 256 cells rejected"
+        "pass, zero rejections of off vs on wanted at 0.05, 0 of 256 cells rejected"
     )
     assert [control.line for control in verdict.controls] == [
-        "A/A control: passed, 0 of 256 rejected, on vs on_null",
-        "planted fault (acceptance bias of 0.10): detected, 72 of 256 rejected, off vs biased",
+        "passed, 0 of 256 rejected, on vs on_null",
+        "acceptance bias of 0.10 detected, 72 of 256 rejected, off vs biased",
     ]
     assert verdict.reasons == (
-        "topp95: 54,000 of 90,000 draft tokens accepted (60%)",
+        "topp95: 54,000 of 90,000 judged drafts accepted (60%)",
         "largest total variation distance: 0.28 at topp95 / story / position 7 (0.22 is usual by chance)",
     )
 
@@ -55,7 +55,7 @@ def test_a_flag_cleared_on_fresh_seeds_is_equivalent_and_reported():
     assert verdict.standings[0] is Standing.CLEARED
     # The gate of record keeps its literal reading.
     assert verdict.gate_of_record.passed is False
-    assert "fail, 3 of 256 cells rejected" in verdict.gate_of_record.line
+    assert "wanted at 0.05, 3 of 256 cells rejected" in verdict.gate_of_record.line
 
 
 def test_a_flag_without_fresh_seeds_is_inconclusive():
@@ -114,7 +114,7 @@ def test_a_flagged_a_a_control_is_open_until_confirmed_and_harmless_once_cleared
     cleared = decide(run_facts(), findings(on_on_null=THREE, null_stage_2=confirmation(THREE)))
     assert cleared.word is Word.EQUIVALENT
     assert cleared.controls[0].line == (
-        "A/A control: passed, 3 of 256 rejected, on vs on_null, none standing on fresh seeds"
+        "passed, 3 of 256 rejected, on vs on_null, none standing on fresh seeds"
     )
 
 
@@ -254,7 +254,8 @@ def test_verdict_json_is_complete_stable_and_plain():
     data = verdict.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data) == [
-        "verdict", "exit_code", "headline", "reasons", "next_steps", "gate_of_record", "controls", "findings", "thresholds",
+        "verdict", "exit_code", "headline", "reasons", "next_steps", "gate_of_record", "controls", "findings",
+        "thresholds",
     ]  # fmt: skip
     assert (data["verdict"], data["exit_code"]) == ("different", 1)
     assert data["thresholds"] == {
