@@ -22,9 +22,9 @@ from equivtest.report.tables import write_cells, write_evidence
 from equivtest.verdict.verdict import Verdict
 
 
-def publish(run_dir: Path, manifest: Manifest, protocol: Protocol, analysis: Analysis) -> ReportData:
-    """Write every file of the report into the run folder and return what they show."""
-    data = report_data(manifest, protocol, analysis)
+def publish(run_dir: Path, protocol: Protocol, analysis: Analysis) -> ReportData:
+    """Write every file of the report into the run folder, beside its manifest, and return what they show."""
+    data = report_data(Manifest.read(run_dir), protocol, analysis)
     write_cells(data, run_dir / "cells.parquet")
     write_evidence(data, run_dir / "evidence.parquet")
     write_whole(run_dir / "verdict.json", json.dumps(analysis.verdict.to_dict(), indent=2) + "\n")

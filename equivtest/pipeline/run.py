@@ -57,8 +57,12 @@ class RunResult:
     """What the report shows."""
 
 
-def run(options: RunOptions, listener: Listener | None = None) -> RunResult:
-    """Run the protocol and publish its report. Raises EquivtestError; KeyboardInterrupt leaves a resumable run."""
+def run(options: RunOptions, listener: Listener | None = None, engine: Engine | None = None) -> RunResult:
+    """Run the protocol and publish its report.
+
+    engine: default the built-in decoder that `options.engine` describes. Raises EquivtestError; an interrupt or an
+    error leaves a folder that can be resumed.
+    """
     listener = listener or Silent()
     protocol = Protocol.build(
         load_prompt_set(options.prompts),
@@ -71,7 +75,7 @@ def run(options: RunOptions, listener: Listener | None = None) -> RunResult:
     from equivtest.engines.decoder import DecoderEngine
     from equivtest.pipeline.collect import collect
 
-    engine = DecoderEngine.open(options.engine, on_message=listener.message)
+    engine = engine or DecoderEngine.open(options.engine, on_message=listener.message)
     run_dir, manifest = _open_run(options, protocol, engine)
     listener.message(f"run folder: {run_dir}")
     try:
@@ -94,7 +98,7 @@ def run(options: RunOptions, listener: Listener | None = None) -> RunResult:
         raise
     manifest = manifest.with_status(Status.COMPLETE)
     manifest.write(run_dir)
-    data = publish(run_dir, manifest, protocol, analysis)
+    data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
 
 
@@ -103,7 +107,7 @@ def reanalyse(run_dir: Path, analysis_options: AnalysisOptions | None = None) ->
     manifest = Manifest.read(run_dir)
     protocol = Protocol.from_dict(manifest.protocol)
     analysis = analyse(run_dir, protocol, analysis_options or AnalysisOptions(**manifest.options))
-    data = publish(run_dir, manifest, protocol, analysis)
+    data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
 
 

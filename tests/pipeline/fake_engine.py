@@ -1,0 +1,84 @@
+"""A speculative decoder in numpy: exact where it should be, wrong where a test wants it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from equivtest.records import SPEC, Generation, Origin, Request, Route
+from equivtest.rng import Purpose, uniforms
+
+VOCAB_SIZE = 12
+
+
+class FakeEngine:
+    """The law at a position depends on the prompt and the position alone; the draft is its likeliest token, one a step.
+
+    `on_epsilon` inflates the acceptance of arms on and on_null: a decoder whose speculative path is wrong. The planted
+    fault of the biased arm has `biased_epsilon`.
+    """
+
+    def __init__(
+        self, *, on_epsilon: float = 0.0, biased_epsilon: float = 0.5, drift: float = 0.0, speculates: bool = True
+    ) -> None:
+        self.on_epsilon, self.biased_epsilon, self.drift, self.speculates = on_epsilon, biased_epsilon, drift, speculates
+        self.num_calls = 0
+
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        return tuple(messages[-1]["content"].encode())
+
+    def token_text(self, token_id: int) -> str:
+        return f"<{token_id}>"
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"engine": "fake", "model": "fake", "drafter": "mode"}
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        speculative: bool,
+        fault: Callable[[Any], Any] | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[Generation]:
+        self.num_calls += 1
+        epsilon = self.biased_epsilon if fault else self.on_epsilon
+        # A drifting engine changes from call to call: its A/A control must see it.
+        extra = self.drift * self.num_calls if speculative else 0.0
+        speculative = speculative and self.speculates
+        generations = [self._one(request, speculative, min(epsilon + extra, 1.0)) for request in requests]
+        if on_tokens is not None:
+            on_tokens(sum(request.max_tokens for request in requests))
+        return generations
+
+    def _one(self, request: Request, speculative: bool, epsilon: float) -> Generation:
+        length = request.max_tokens
+        position = np.arange(length)
+        laws = np.random.default_rng(len(request.prompt_token_ids)).dirichlet(np.ones(VOCAB_SIZE), size=length)
+        draft = laws.argmax(axis=1)
+        key = np.full(length, request.stream_key)
+        if not speculative:
+            tokens = self._draw(laws, uniforms(key, position, Purpose.PLAIN))
+            accepted = np.zeros(length, bool)
+        else:
+            accepted = uniforms(key, position, Purpose.ACCEPT) < laws[position, draft] + epsilon
+            residual = laws.copy()
+            residual[position, draft] = 0.0
+            recovered = self._draw(residual, uniforms(key, position, Purpose.RECOVER))
+            tokens = np.where(accepted, draft, recovered)
+        origins = np.where(accepted, Origin.ACCEPTED, Origin.RECOVERED) if speculative else [Origin.PLAIN] * length
+        return Generation(
+            token_ids=tokens.astype(np.int32),
+            origins=tuple(Origin(origin) for origin in origins),
+            slots=np.full(length, 0 if speculative else -1, np.int8),
+            draft_token_ids=(draft if speculative else np.full(length, -1)).astype(np.int32),
+            steps=position.astype(np.int32),
+            batch_rows=np.zeros(length, np.int32),
+            num_drafts=np.full(length, 1 if speculative else 0, np.int8),
+            route=SPEC if speculative else Route(False, "speculation is off"),
+        )
+
+    @staticmethod
+    def _draw(laws: np.ndarray, coins: np.ndarray) -> np.ndarray:
+        cumulative = np.cumsum(laws, axis=1)
+        return (cumulative > (coins * cumulative[:, -1])[:, None]).argmax(axis=1)

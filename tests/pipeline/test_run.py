@@ -1,0 +1,151 @@
+"""The whole pipeline on a decoder in numpy: each of the four words, and what is written.
+
+The seeds are fixed, so every test is deterministic. With other seeds a correct engine is flagged in stage 1 in at most
+5 % of comparisons and stopped in under 1 % of runs.
+"""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from equivtest.engines.base import EngineOptions
+from equivtest.errors import RunExists, RunMismatch
+from equivtest.pipeline.analyse import AnalysisOptions
+from equivtest.pipeline.gate import read_verdict
+from equivtest.pipeline.manifest import Manifest, Status
+from equivtest.pipeline.run import RunOptions, RunResult, find_run, reanalyse, run
+from equivtest.records import Arm, Word
+from tests.pipeline.fake_engine import FakeEngine
+
+OUTPUTS = ("cells.parquet", "evidence.parquet", "verdict.json", "report.html", "summary.md", "junit.xml")
+
+
+def judge(run_dir: Path, engine: FakeEngine, *, confirm: bool = True, resume: bool = False, **options) -> RunResult:
+    return run(
+        RunOptions(
+            budget="smoke", engine=EngineOptions(model="fake"), analysis=AnalysisOptions(confirm=confirm),
+            run_dir=run_dir, resume=resume, **options,
+        ),
+        engine=engine,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def correct(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return judge(tmp_path_factory.mktemp("correct") / "run", FakeEngine())
+
+
+def test_a_correct_decoder_is_equivalent(correct: RunResult) -> None:
+    verdict = correct.analysis.verdict
+    assert (verdict.word, verdict.exit_code) == (Word.EQUIVALENT, 0)
+    assert all(control.passed for control in verdict.controls)
+
+
+def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(tmp_path: Path) -> None:
+    result = judge(tmp_path / "run", FakeEngine(on_epsilon=0.4))
+    verdict = result.analysis.verdict
+    assert (verdict.word, verdict.exit_code) == (Word.DIFFERENT, 1)
+    assert "again on 256 fresh samples" in verdict.headline
+    fresh = list((tmp_path / "run" / "samples").rglob("seeds=0064-0319.parquet"))
+    assert {path.parts[-4] for path in fresh} == {"arm=off", "arm=on"}
+
+
+def test_without_confirmation_a_flag_counts_at_once(tmp_path: Path) -> None:
+    result = judge(tmp_path / "run", FakeEngine(on_epsilon=0.4), confirm=False)
+    assert result.analysis.verdict.word is Word.DIFFERENT
+    assert not list((tmp_path / "run" / "samples").rglob("seeds=0064-0319.parquet"))
+
+
+def test_a_planted_fault_that_is_missed_makes_the_run_invalid(tmp_path: Path) -> None:
+    result = judge(tmp_path / "run", FakeEngine(biased_epsilon=0.0))
+    verdict = result.analysis.verdict
+    assert (verdict.word, verdict.exit_code) == (Word.INVALID, 4)
+    assert "missed" in verdict.headline
+
+
+def test_an_engine_that_drifts_between_calls_fails_its_a_a_control(tmp_path: Path) -> None:
+    result = judge(tmp_path / "run", FakeEngine(drift=0.15), confirm=False)
+    assert result.analysis.verdict.word is Word.INVALID
+    assert "A/A" in result.analysis.verdict.headline
+
+
+def test_an_engine_that_never_speculates_is_inconclusive(tmp_path: Path) -> None:
+    verdict = judge(tmp_path / "run", FakeEngine(speculates=False)).analysis.verdict
+    assert (verdict.word, verdict.exit_code) == (Word.INCONCLUSIVE, 3)
+
+
+def test_every_output_is_written_and_recomputed_to_the_same_bytes(correct: RunResult) -> None:
+    before = {name: (correct.run_dir / name).read_bytes() for name in OUTPUTS}
+    for name in OUTPUTS:
+        (correct.run_dir / name).unlink()
+    reanalyse(correct.run_dir)
+    assert {name: (correct.run_dir / name).read_bytes() for name in OUTPUTS} == before
+
+
+def test_the_tables_hold_every_cell_of_every_comparison(correct: RunResult) -> None:
+    cells = pd.read_parquet(correct.run_dir / "cells.parquet")
+    assert cells.groupby("comparison").size().to_dict() == {"off_on": 32, "on_on_null": 32, "off_biased": 32}
+    assert (cells["num_a"] == 64).all()
+    assert (cells["num_b"] == 64).all()
+
+
+def test_missing_rows_make_a_finished_run_invalid(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    judge(run_dir, FakeEngine())
+    next((run_dir / "samples" / "arm=on").rglob("*.parquet")).unlink()
+    verdict = reanalyse(run_dir).analysis.verdict
+    assert (verdict.word, verdict.exit_code) == (Word.INVALID, 4)
+    assert "1,024 of 2,048 rows are missing in config topp95, arm on" in verdict.headline
+
+
+def test_an_engine_that_fails_leaves_an_invalid_run_that_can_be_resumed(tmp_path: Path, correct: RunResult) -> None:
+    class Breaks(FakeEngine):
+        def generate(self, *args, **kwargs):
+            if self.num_calls == 2:
+                message = "out of memory"
+                raise RuntimeError(message)
+            return super().generate(*args, **kwargs)
+
+    run_dir = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        judge(run_dir, Breaks())
+    assert Manifest.read(run_dir).status is Status.ERROR
+    assert read_verdict(run_dir).word is Word.INVALID
+    assert "out of memory" in read_verdict(run_dir).headline
+    resumed = judge(run_dir, FakeEngine(), resume=True)
+    assert resumed.analysis.verdict.word is Word.EQUIVALENT
+    for name in ("cells.parquet", "verdict.json"):
+        assert (run_dir / name).read_bytes() == (correct.run_dir / name).read_bytes()
+
+
+def test_a_resumed_run_generates_only_what_is_missing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    judge(run_dir, FakeEngine())
+    next((run_dir / "samples" / f"arm={Arm.ON_NULL}").rglob("*.parquet")).unlink()
+    engine = FakeEngine()
+    judge(run_dir, engine, resume=True)
+    assert engine.num_calls == 1
+
+
+def test_a_folder_with_a_run_is_not_overwritten_nor_resumed_under_another_protocol(correct: RunResult) -> None:
+    with pytest.raises(RunExists):
+        judge(correct.run_dir, FakeEngine())
+    with pytest.raises(RunMismatch, match="fingerprint"):
+        judge(correct.run_dir, FakeEngine(), resume=True, run_seed=7)
+
+
+def test_a_run_is_not_resumed_by_other_code(correct: RunResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equivtest.pipeline.run.describe_code", lambda: {"source_sha256": "other"})
+    with pytest.raises(RunMismatch, match="source_sha256"):
+        judge(correct.run_dir, FakeEngine(), resume=True)
+
+
+def test_the_newest_run_is_found_by_its_start(tmp_path: Path) -> None:
+    judge(tmp_path / "a", FakeEngine())
+    judge(tmp_path / "b", FakeEngine())
+    older = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    older["started"] = "2000-01-01T00:00:00+00:00"
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(older))
+    assert find_run(tmp_path) == tmp_path / "a"
