@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import statistics
 import time
@@ -205,13 +206,18 @@ def _unshare(kv: PagedKVCache, sequences: np.ndarray[Any, np.dtype[np.int64]]) -
 
 
 def _hf_forwards(model: PreTrainedModel, prompt: Tensor, batch: int, steps: int) -> list[float]:
+    from transformers import DynamicCache
+
     tokens = prompt.repeat(batch, 1)
+    # Older versions call the argument past_key_values.
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    cache = {name: DynamicCache()}
     seconds = []
     with torch.inference_mode():
-        cache = model(tokens, logits_to_keep=1).past_key_values
+        model(tokens, logits_to_keep=1, use_cache=True, **cache)
         for _ in range(steps + _WARM_UP_STEPS):
             start = time.perf_counter()
-            model(tokens[:, -1:], past_key_values=cache)
+            model(tokens[:, -1:], use_cache=True, **cache)
             seconds.append(time.perf_counter() - start)
     return seconds[_WARM_UP_STEPS:]
 

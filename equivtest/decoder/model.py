@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from equivtest.decoder.config import ModelConfig
 from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
+from equivtest.decoder.linear import Linear
 from equivtest.errors import InvalidSetting, UnsupportedModel
 from equivtest.kernels.contract import KernelBackend
 
@@ -25,12 +26,12 @@ class _Layer:
     """One layer's weights; projections that share an input are one matrix."""
 
     attention_norm: Tensor  # [hidden_size]
-    query_key_value: Tensor  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    query_key_value: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
     query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
-    output: Tensor  # [hidden_size, num_heads * head_dim]
+    output: Linear  # [hidden_size, num_heads * head_dim]
     mlp_norm: Tensor  # [hidden_size]
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]
-    down: Tensor  # [hidden_size, intermediate_size]
+    gate_up: Linear  # [2 * intermediate_size, hidden_size]
+    down: Linear  # [hidden_size, intermediate_size]
 
 
 class Model:
@@ -56,9 +57,9 @@ class Model:
         self._norm = taker.take("model.norm.weight", (config.hidden_size,))
         if config.tied_embeddings:
             taker.ignore("lm_head.weight")
-            self._head = self._embedding
+            self._head = Linear(self._embedding)
         else:
-            self._head = taker.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+            self._head = Linear(taker.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         taker.finish()
         self._cos, self._sin = _rotary_tables(config, dtype, self.device)
 
@@ -94,22 +95,22 @@ class Model:
             rows.index_copy_(0, key_rows, key)
             rows.index_copy_(0, value_rows, value)
             attended = self.backend.paged_attention(query, pages, batch.page_table, batch.kv_lens, batch.query_start)
-            hidden = hidden + functional.linear(attended.flatten(1), layer.output)
+            hidden = layer.output(attended.flatten(1)).add_(hidden)
             normed = _rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-            gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            hidden = layer.down(functional.silu(gate).mul_(up)).add_(hidden)
         return _rms_norm(hidden, self._norm, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states [num_rows, hidden_size]: [num_rows, vocab_size] in the model's dtype."""
-        return functional.linear(hidden, self._head)
+        return self._head(hidden)
 
     def _project(self, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [num_rows, num_heads, head_dim] and key [num_rows, num_kv_heads, head_dim], rotated, and value."""
         config = self.config
         num_rotated = config.num_heads + config.num_kv_heads
-        heads = functional.linear(normed, layer.query_key_value).view(len(normed), -1, config.head_dim)
+        heads = layer.query_key_value(normed).view(len(normed), -1, config.head_dim)
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
         if layer.query_key_norm is not None:
             rotated = _rms_norm(rotated, layer.query_key_norm, config.rms_norm_eps)
@@ -120,7 +121,9 @@ class Model:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) over the last dimension in float32, cast back, times weight."""
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    normed: Tensor = (wide * scale).to(x.dtype).mul_(weight)
+    return normed
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -176,21 +179,25 @@ def _layer(config: ModelConfig, taker: _Taker, prefix: str) -> _Layer:
         query_key_norm = torch.cat((query.expand(heads, dim), key.expand(kv_heads, dim)))
     return _Layer(
         attention_norm=taker.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        query_key_value=torch.cat(
-            (
-                taker.take(f"{prefix}.self_attn.q_proj.weight", (heads * dim, hidden)),
-                taker.take(f"{prefix}.self_attn.k_proj.weight", (kv_heads * dim, hidden)),
-                taker.take(f"{prefix}.self_attn.v_proj.weight", (kv_heads * dim, hidden)),
+        query_key_value=Linear(
+            torch.cat(
+                (
+                    taker.take(f"{prefix}.self_attn.q_proj.weight", (heads * dim, hidden)),
+                    taker.take(f"{prefix}.self_attn.k_proj.weight", (kv_heads * dim, hidden)),
+                    taker.take(f"{prefix}.self_attn.v_proj.weight", (kv_heads * dim, hidden)),
+                )
             )
         ),
         query_key_norm=query_key_norm,
-        output=taker.take(f"{prefix}.self_attn.o_proj.weight", (hidden, heads * dim)),
+        output=Linear(taker.take(f"{prefix}.self_attn.o_proj.weight", (hidden, heads * dim))),
         mlp_norm=taker.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=torch.cat(
-            (
-                taker.take(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
-                taker.take(f"{prefix}.mlp.up_proj.weight", (inner, hidden)),
+        gate_up=Linear(
+            torch.cat(
+                (
+                    taker.take(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
+                    taker.take(f"{prefix}.mlp.up_proj.weight", (inner, hidden)),
+                )
             )
         ),
-        down=taker.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner)),
+        down=Linear(taker.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
     )
