@@ -30,7 +30,7 @@ class EngineOptions:
     draft_len: int = 4
     """Most drafts a row is offered in one step."""
     early_exit_layers: int | None = None
-    """Layers of the early_exit drafter; None: two thirds of the model's."""
+    """Layers of the early_exit drafter; None: all but one in fifteen of the model's."""
     draft_model: str | None = None
     """The small model of the `model` drafter, named as `model` is."""
     acceptance: str = "chain"

@@ -219,7 +219,7 @@ def test_a_coin_at_the_very_top_draws_the_last_token_that_has_mass() -> None:
 
 def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
     backend = get_backend("reference")
-    with pytest.raises(UnsupportedModel, match="small one.*vocabulary has 31 tokens, the target's 97"):
+    with pytest.raises(UnsupportedModel, match=r"small one.*vocabulary has 31 tokens, the target's 97"):
         ModelDrafter(tiny_model(vocab_size=31), backend, target=tiny_model(), label="small one")
 
 
@@ -242,8 +242,8 @@ def test_early_exit_needs_a_depth_that_the_model_has(num_layers: int) -> None:
         EarlyExitDrafter(tiny_model(), num_layers=num_layers)
 
 
-def test_early_exit_takes_two_thirds_by_default() -> None:
-    assert [default_layers(n) for n in (1, 2, 3, 30)] == [1, 1, 2, 20]
+def test_early_exit_leaves_out_one_layer_in_fifteen_by_default() -> None:
+    assert [default_layers(n) for n in (1, 2, 3, 30)] == [1, 1, 2, 28]
     assert EarlyExitDrafter(tiny_model(layers=3)).num_layers == 2
 
 

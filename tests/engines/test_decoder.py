@@ -105,7 +105,7 @@ def test_the_draft_model_must_give_every_id_the_same_text(smollm2_checkpoint: Ch
     require_same_vocabulary("itself", smollm2_checkpoint, smollm2_checkpoint)
     shifted = SimpleNamespace(vocab_size=100, token_text=lambda token_id: f"other {token_id}")
     other = dataclasses.replace(smollm2_checkpoint, tokenizer=cast("Any", shifted))
-    with pytest.raises(UnsupportedModel, match="small: a draft model must share .* token 0 is 'other 0'"):
+    with pytest.raises(UnsupportedModel, match=r"small: a draft model must share .* token 0 is 'other 0'"):
         require_same_vocabulary("small", other, smollm2_checkpoint)
     config = dataclasses.replace(smollm2_checkpoint.config, vocab_size=100)
     with pytest.raises(UnsupportedModel, match="100 tokens"):

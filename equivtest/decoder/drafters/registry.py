@@ -21,7 +21,7 @@ class DrafterContext:
     target: Model
     backend: KernelBackend
     early_exit_layers: int | None = None
-    """Layers of `early_exit`; None: two thirds of the target's."""
+    """Layers of `early_exit`; None: `default_layers` of them."""
     draft_model: Callable[[], tuple[Model, str]] | None = None
     """Loads the small model of `model`, with the name the run records."""
 
