@@ -21,7 +21,8 @@ class FakeEngine:
     def __init__(
         self, *, on_epsilon: float = 0.0, biased_epsilon: float = 0.5, drift: float = 0.0, speculates: bool = True
     ) -> None:
-        self.on_epsilon, self.biased_epsilon, self.drift, self.speculates = on_epsilon, biased_epsilon, drift, speculates
+        self.on_epsilon, self.biased_epsilon = on_epsilon, biased_epsilon
+        self.drift, self.speculates = drift, speculates
         self.num_calls = 0
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:

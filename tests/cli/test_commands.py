@@ -1,0 +1,199 @@
+"""The commands as a user types them: one line of help where something is wrong, and never an exit code 0 by default."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from equivtest.cli import main as cli_main
+from equivtest.engines.base import EngineOptions
+from equivtest.pipeline.analyse import AnalysisOptions
+from equivtest.pipeline.run import RunOptions, run
+from tests.pipeline.fake_engine import FakeEngine
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an equivalent run and a different one."""
+    folder = tmp_path_factory.mktemp("results")
+    for name, epsilon in (("good", 0.0), ("bad", 0.4)):
+        run(
+            RunOptions(
+                budget="smoke", engine=EngineOptions(model="fake"), analysis=AnalysisOptions(confirm=False),
+                run_dir=folder / name,
+            ),
+            engine=FakeEngine(on_epsilon=epsilon),
+        )  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def equivtest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command line in this process; gives (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["equivtest", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli_main.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return call
+
+
+def test_help_shows_examples_and_exit_codes(equivtest) -> None:
+    code, out, _ = equivtest("--help")
+    assert code == 0
+    assert "4 invalid run" in out
+    assert "equivtest run --config topp95 --budget smoke" in out
+
+
+@pytest.mark.parametrize("command", ["run", "report", "gate", "compare", "doctor", "bench kernels", "model pull"])
+def test_every_command_explains_itself_with_an_example(equivtest, command: str) -> None:
+    code, out, _ = equivtest(*command.split(), "--help")
+    assert code == 0
+    assert f"  equivtest {command}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("run", "--config", "topk51"), "known: all, greedy, minp05, topk20p90, topk50, topp95"),
+        (("run", "--budget", "huge"), "known: audit, gate, smoke"),
+        (("run", "--prompts", "nothing"), "known: default"),
+        (("run", "--kernels", "cudnn"), "known: cpp, reference"),
+        (("run", "--drafter", "oracle"), "known: early_exit, model, ngram, self"),
+        (("run", "--epsilon", "2"), "at most 1"),
+        (("run", "--statistic", "t"), "chi2"),
+        (("gate", "no/such/run"), "no run at no/such/run"),
+        (("compare", "no.parquet", "file.parquet"), "no such file"),
+        (("fly",), "No such command"),
+    ],
+)
+def test_a_wrong_request_exits_2_with_one_line_that_says_what_is_known(equivtest, arguments, says: str) -> None:
+    code, _, err = equivtest(*arguments)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_an_unexpected_error_exits_4_in_one_line(equivtest, monkeypatch: pytest.MonkeyPatch, results: Path) -> None:
+    def broken(*_: object) -> None:
+        message = "disk on fire"
+        raise OSError(message)
+
+    monkeypatch.setattr("equivtest.pipeline.run.find_run", broken)
+    code, _, err = equivtest("gate", "--results-dir", results)
+    assert code == 4
+    assert len(err.splitlines()) == 1
+    assert "disk on fire" in err
+    assert "-v" in err
+
+
+def test_the_gate_ends_in_the_verdict_and_its_exit_code(equivtest, results: Path) -> None:
+    code, out, _ = equivtest("gate", results / "good")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("EQUIVALENT")
+    code, out, _ = equivtest("gate", results / "bad")
+    assert code == 1
+    assert out.splitlines()[-1].startswith("DIFFERENT")
+
+
+def test_the_worst_of_several_runs_decides(equivtest, results: Path) -> None:
+    assert equivtest("gate", results / "good", results / "bad")[0] == 1
+
+
+def test_the_gate_does_not_believe_the_verdict_of_a_run_that_did_not_end(equivtest, results: Path, tmp_path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    manifest = json.loads((results / "good" / "manifest.json").read_text())
+    (run_dir / "manifest.json").write_text(json.dumps({**manifest, "status": "started"}))
+    (run_dir / "verdict.json").write_bytes((results / "good" / "verdict.json").read_bytes())
+    code, out, _ = equivtest("gate", run_dir)
+    assert code == 4
+    assert "--resume" in out
+
+
+def test_in_github_actions_the_gate_writes_the_summary_and_an_annotation(
+    equivtest, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
+    _, out, _ = equivtest("gate", results / "bad")
+    assert "::error title=equivtest::different" in out
+    assert "DIFFERENT" in (tmp_path / "summary").read_text()
+    _, out, _ = equivtest("gate", results / "good")
+    assert "::notice title=equivtest::equivalent" in out
+
+
+def test_report_recomputes_the_verdict_and_prints_it_as_json(equivtest, results: Path) -> None:
+    code, out, _ = equivtest("report", results / "bad", "--json")
+    assert code == 1
+    assert json.loads(out)["verdict"] == "different"
+
+
+def test_a_report_is_recomputed_without_torch(results: Path) -> None:
+    program = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class NoTorch(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'")
+
+sys.meta_path.insert(0, NoTorch())
+sys.argv = ["equivtest", "report", sys.argv[1]]
+from equivtest.cli.main import main
+main()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(results / "good")], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "EQUIVALENT" in ended.stdout.splitlines()[-1]
+
+
+def recording(path: Path, *, seed: int, bias: float = 0.0) -> Path:
+    rng = np.random.default_rng(seed)
+    law = np.array([0.4 + bias, *([(0.6 - bias) / 6] * 6)])
+    with path.open("w") as sink:
+        for sample in range(256):
+            tokens = rng.choice(7, size=8, p=law).tolist()
+            sink.write(json.dumps({"prompt_id": "story", "seed": sample, "token_ids": tokens}) + "\n")
+    return path
+
+
+def test_recordings_of_one_law_compare_as_equivalent_and_of_two_as_different(equivtest, tmp_path: Path) -> None:
+    """Fixed seeds; a literal gate on 8 cells flags one law in at most 5 % of other seeds."""
+    off = recording(tmp_path / "off.jsonl", seed=1)
+    code, out, _ = equivtest("compare", recording(tmp_path / "on.jsonl", seed=2), off, "--epsilon", "0.3")
+    assert code == 0, out
+    assert "taken on trust" in out
+    code, out, _ = equivtest("compare", recording(tmp_path / "worse.jsonl", seed=3, bias=0.3), off, "--epsilon", "0.3")
+    assert code == 1, out
+
+
+def test_recordings_too_small_for_their_teeth_are_invalid_not_equivalent(equivtest, tmp_path: Path) -> None:
+    off, on = recording(tmp_path / "off.jsonl", seed=1), recording(tmp_path / "on.jsonl", seed=2)
+    code, out, _ = equivtest("compare", on, off, "--epsilon", "0.01")
+    assert code == 4
+    assert "missed" in out
+
+
+def test_doctor_names_every_backend(equivtest) -> None:
+    code, out, _ = equivtest("doctor", "--json")
+    assert code == 0
+    checks = {check["name"]: check for check in json.loads(out)}
+    assert checks["kernels reference"]["ok"]
+    assert checks["kernels cpp"]["ok"]
+
+
+def test_doctor_exits_4_when_a_requirement_is_missing(equivtest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equivtest.pipeline.doctor._PACKAGES", ("torch", "no-such-package"))
+    code, out, _ = equivtest("doctor", "--json")
+    assert code == 4
+    assert "pip install no-such-package" in out
