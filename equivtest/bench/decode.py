@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +16,13 @@ import torch
 from torch import Tensor
 
 from equivtest.decoder.config import ModelConfig
+from equivtest.decoder.hub import resolve_model
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
-from equivtest.decoder.weights import Checkpoint
+from equivtest.decoder.weights import default_dtype, load_checkpoint
 from equivtest.errors import InvalidSetting, UnsupportedModel, UsageError
-from equivtest.kernels.contract import KernelBackend, RowParams, Streams
+from equivtest.kernels.contract import RowParams, Streams
+from equivtest.kernels.registry import get_backend
 from equivtest.records import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,38 +64,59 @@ class DecodeBench:
     """A step of transformers' `generate` under the same params."""
     hf_forward: StepTiming
     """transformers' forward and head alone, with its own cache."""
-    step_ratio: float
-    """Our tokens per second over transformers', whole steps."""
-    forward_ratio: float
-    """The same for forward passes alone."""
     versions: dict[str, str]
-    cpu: str
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One table row a way of decoding; `speedup` is over transformers doing the same."""
+        slower = {"step": self.hf_step, "forward": self.hf_forward}
+        return [
+            {
+                "what": timing.name,
+                "median_ms": 1e3 * timing.median_s,
+                "best_ms": 1e3 * timing.best_s,
+                "tokens_per_s": timing.tokens_per_s,
+                "speedup": slower.get(timing.name, timing).median_s / timing.median_s,
+            }
+            for timing in (self.step, self.forward, self.hf_step, self.hf_forward)
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """Everything but the timings."""
+        timings = ("step", "forward", "hf_step", "hf_forward")
+        return {key: value for key, value in asdict(self).items() if key not in timings}
 
 
 def bench_decode(
-    checkpoint: Checkpoint,
-    backend: KernelBackend,
+    model: str = "smollm2-135m",
     *,
+    kernels: str = "cpp",
     batch: int = 256,
     context: int = 60,
     steps: int = 8,
-    dtype: torch.dtype = torch.bfloat16,
-    threads: int = 2,
+    dtype: str = "auto",
+    threads: int | None = None,
     shared_prompt: bool = True,
     params: SamplingParams | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> DecodeBench:
-    """Time both decoders, one after the other in each of two rounds. Raises UsageError without transformers."""
+    """Time both decoders, one after the other in each of two rounds.
+
+    model: as `--model` takes it. dtype: float32, bfloat16 or auto. Raises UsageError without transformers.
+    """
+    threads = threads or torch.get_num_threads()
     for name, value in (("batch", batch), ("context", context), ("steps", steps), ("threads", threads)):
         if value < 1:
             raise InvalidSetting(name, value, "must be at least 1")
     params = params or SamplingParams(temperature=0.8, top_p=0.95)
     tell = on_progress or (lambda line: None)
+    backend = get_backend(kernels)
+    checkpoint = load_checkpoint(resolve_model(model, on_progress=on_progress))
+    weights_dtype = default_dtype() if dtype == "auto" else getattr(torch, dtype)
     config = checkpoint.config
     prompt = torch.randint(config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
     with _threads(threads):
-        ours = Model(config, checkpoint.weights, backend, dtype=dtype)
-        theirs = transformers_model(config, checkpoint.weights, dtype=dtype)
+        ours = Model(config, checkpoint.weights, backend, dtype=weights_dtype)
+        theirs = transformers_model(config, checkpoint.weights, dtype=weights_dtype)
         step, forward, hf_step, hf_forward = [], [], [], []
         for round_ in (1, 2):
             tell(f"round {round_} of 2: equivtest")
@@ -116,15 +137,12 @@ def bench_decode(
     return DecodeBench(
         batch=batch,
         context=context,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(weights_dtype).removeprefix("torch."),
         threads=threads,
         shared_prompt=shared_prompt,
         params=params,
         backend=backend.name,
-        step_ratio=timings["hf_step"].median_s / timings["step"].median_s,
-        forward_ratio=timings["hf_forward"].median_s / timings["forward"].median_s,
         versions={name: version(name) for name in ("equivtest", "torch", "transformers")},
-        cpu=_cpu_name(),
         **timings,
     )
 
@@ -266,9 +284,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.is_file() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

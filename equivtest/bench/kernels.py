@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +46,6 @@ class KernelBench:
     top_p: float
     repeats: int
     num_threads: int
-    cpu: str
     torch_version: str
     timings: tuple[KernelTiming, ...]
 
@@ -100,7 +97,6 @@ def bench_kernels(
         top_p=top_p,
         repeats=repeats,
         num_threads=torch.get_num_threads(),
-        cpu=_cpu_model(),
         torch_version=torch.__version__,
         timings=tuple(
             KernelTiming(
@@ -170,11 +166,3 @@ def _time(filtered: Callable[[], Tensor], draw: Callable[[Tensor], Tensor], repe
         sample_ms.append((end - between) * 1e3)
     both = [sum(pair) for pair in zip(filter_ms, sample_ms, strict=True)]
     return statistics.median(filter_ms), statistics.median(sample_ms), statistics.median(both)
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = (
-        [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
-    )
-    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,9 @@ def decode(model: str, batch: int, context: int, steps: int, dtype: str, output:
     """A plain decoding step, whole and forward alone, side by side with transformers on the same weights."""
     from equivtest.bench.decode import bench_decode
 
-    return _show("decode", bench_decode(model, batch=batch, context=context, steps=steps, dtype=dtype), output)
+    tell = functools.partial(click.echo, err=True)
+    result = bench_decode(model, batch=batch, context=context, steps=steps, dtype=dtype, on_progress=tell)
+    return _show("decode", result, output)
 
 
 def _show(name: str, result: Any, output: Path | None) -> int:

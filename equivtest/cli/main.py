@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import traceback
 
@@ -49,6 +50,9 @@ def cli(verbose: bool) -> None:
 
 def main() -> None:
     """Entry point. Every way out has an exit code, and none of them is 0 by default."""
+    # Before torch loads its thread pool: threads that spin while they wait make a decoder several times slower on a
+    # machine that does anything else, and gain about 5 % on one that does not.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     verbose = bool({"-v", "--verbose"} & set(sys.argv[1:]))
     try:
         code = cli.main(standalone_mode=False)
