@@ -20,14 +20,14 @@ StagesWrap = Callable[[Any], Any]
 class EngineOptions:
     """What to run and how; passed whole."""
 
-    model: str
+    model: str = "smollm2-135m"
     """Registered name, hub id, GGUF file or safetensors folder."""
     dtype: str = "auto"
     """float32, bfloat16, or auto: bfloat16 where the processor multiplies it natively, else float32."""
     kernels: str = "auto"
     """Kernel backend; auto takes the first that works here, and the record says which."""
     drafter: str = "early_exit"
-    draft_len: int = 4
+    draft_len: int = 3
     """Most drafts a row is offered in one step."""
     early_exit_layers: int | None = None
     """Layers of the early_exit drafter; None: all but one in fifteen of the model's."""
