@@ -26,7 +26,7 @@ def engine_options(command: Command) -> Command:
         click.option("--kernels", default="auto", show_default=True, help="Kernel backend: auto, cpp or reference."),
         click.option("--drafter", default="early_exit", show_default=True,
                      help="ngram, early_exit, self or model."),
-        click.option("--draft-len", type=int, default=3, show_default=True, help="Drafts offered per step."),
+        click.option("--draft-len", type=int, default=2, show_default=True, help="Drafts offered per step."),
         click.option("--early-exit-layers", type=int, default=None, help="Layers the early_exit drafter runs."),
         click.option("--draft-model", default=None, help="The smaller model of `--drafter model`."),
         click.option("--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True,

@@ -27,7 +27,7 @@ class EngineOptions:
     kernels: str = "auto"
     """Kernel backend; auto takes the first that works here, and the record says which."""
     drafter: str = "early_exit"
-    draft_len: int = 3
+    draft_len: int = 2
     """Most drafts a row is offered in one step."""
     early_exit_layers: int | None = None
     """Layers of the early_exit drafter; None: all but one in fifteen of the model's."""

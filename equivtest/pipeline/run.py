@@ -22,10 +22,11 @@ from equivtest.pipeline.manifest import (
 from equivtest.pipeline.progress import Listener, Silent
 from equivtest.pipeline.publish import publish
 from equivtest.protocol.budgets import get_budget
-from equivtest.protocol.configs import resolve_configs
+from equivtest.protocol.configs import CONFIGS, resolve_configs
 from equivtest.protocol.plan import Protocol, fingerprint
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.report.data import ReportData
+from equivtest.samples.shards import remove_stale_temporaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
     from equivtest.engines.decoder import DecoderEngine
     from equivtest.pipeline.collect import collect
 
-    engine = engine or DecoderEngine.open(options.engine, on_message=listener.message)
+    engine = engine or DecoderEngine.open(_engine_options(options, protocol), on_message=listener.message)
     run_dir, manifest = _open_run(options, protocol, engine)
     listener.message(f"run folder: {run_dir}")
     try:
@@ -89,17 +90,24 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
             analysis = analyse(run_dir, protocol, options.analysis)
     except KeyboardInterrupt:
         listener.finish()
-        manifest.with_status(Status.CANCELLED).write(run_dir)
+        Manifest.read(run_dir).with_status(Status.CANCELLED).write(run_dir)
         listener.message(f"stopped; what was collected is kept. To continue: {_resume_command(run_dir)}")
         raise
     except Exception as error:
         listener.finish()
-        manifest.with_status(Status.ERROR, error=f"{type(error).__name__}: {error}").write(run_dir)
+        Manifest.read(run_dir).with_status(Status.ERROR, error=f"{type(error).__name__}: {error}").write(run_dir)
         raise
-    manifest = manifest.with_status(Status.COMPLETE)
-    manifest.write(run_dir)
+    manifest.with_status(Status.COMPLETE).write(run_dir)
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
+
+
+def _engine_options(options: RunOptions, protocol: Protocol) -> EngineOptions:
+    """In bfloat16 a near tie may fall differently in batches of different shape, and under greedy decoding one such tie
+    is a difference in every sample: dtype `auto` is float32 there."""
+    if options.engine.dtype == "auto" and any(CONFIGS[config].greedy for config in protocol.configs):
+        return dataclasses.replace(options.engine, dtype="float32")
+    return options.engine
 
 
 def reanalyse(run_dir: Path, analysis_options: AnalysisOptions | None = None) -> RunResult:
@@ -171,6 +179,8 @@ def _resumed(run_dir: Path, asked: Manifest) -> Manifest:
 
 
 def _written(run_dir: Path, manifest: Manifest) -> Manifest:
+    remove_stale_temporaries(run_dir)
+    (run_dir / "verdict.json").unlink(missing_ok=True)  # it judged fewer samples
     manifest = dataclasses.replace(manifest, run_id=run_dir.name)
     manifest.write(run_dir)
     return manifest
