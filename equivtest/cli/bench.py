@@ -38,8 +38,13 @@ def kernels(rows: int, vocab: int, repeats: int, output: Path | None) -> int:
 @click.option("--batch", default=256, show_default=True, help="Sequences decoded together.")
 @click.option("--context", default=60, show_default=True, help="Tokens already in the cache when timing starts.")
 @click.option("--steps", default=16, show_default=True, help="Timed steps.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
-              help="Weights and activations of both sides.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Weights and activations of both sides.",
+)
 @_output_option
 def decode(model: str, batch: int, context: int, steps: int, dtype: str, output: Path | None) -> int:
     """A plain decoding step, whole and forward alone, side by side with transformers on the same weights."""

@@ -22,8 +22,13 @@ parquet or JSON lines; or JSON lines with prompt_id, seed and token_ids. A folde
 @click.command("compare", epilog=_EPILOG)
 @click.argument("on", type=click.Path(path_type=Path))
 @click.argument("off", type=click.Path(path_type=Path))
-@click.option("--epsilon", type=float, default=0.1, show_default=True,
-              help="Bias towards the likeliest token planted in a copy of ON: the teeth.")
+@click.option(
+    "--epsilon",
+    type=float,
+    default=0.1,
+    show_default=True,
+    help="Bias towards the likeliest token planted in a copy of ON: the teeth.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")
 @analysis_options
 def command(on: Path, off: Path, epsilon: float, as_json: bool, **analysis: Any) -> int:

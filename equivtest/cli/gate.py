@@ -18,8 +18,13 @@ In GitHub Actions it also writes the step summary and an annotation.
 
 @click.command("gate", epilog=_EPILOG)
 @click.argument("run_dirs", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--results-dir", type=click.Path(path_type=Path), default=Path("results"), show_default=True,
-              help="Where to look for the newest run.")
+@click.option(
+    "--results-dir",
+    type=click.Path(path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="Where to look for the newest run.",
+)
 def command(run_dirs: tuple[Path, ...], results_dir: Path) -> int:
     """Print the verdict of RUN_DIRS and exit with its code; reads files only."""
     from equivtest.pipeline.gate import read_verdict, worst

@@ -15,8 +15,13 @@ Examples:
 
 @click.command("report", epilog=_EPILOG)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option("--results-dir", type=click.Path(path_type=Path), default=Path("results"), show_default=True,
-              help="Where to look for the newest run.")
+@click.option(
+    "--results-dir",
+    type=click.Path(path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="Where to look for the newest run.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")
 def command(run_dir: Path | None, results_dir: Path, as_json: bool) -> int:
     """Recompute the tables, report.html, summary.md and junit.xml of RUN_DIR; exits with its verdict."""

@@ -20,19 +20,42 @@ Examples:
 
 
 @click.command("run", epilog=_EPILOG)
-@click.option("--config", "configs", multiple=True, default=("topp95",), show_default=True,
-              help="topp95, topk50, topk20p90, greedy, minp05, or all (the first three); may be repeated.")
-@click.option("--budget", default="gate", show_default=True,
-              help="smoke (2 prompts, 16 positions, 64 seeds), gate (8, 32, 256) or audit (8, 32, 1,024).")
+@click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    default=("topp95",),
+    show_default=True,
+    help="topp95, topk50, topk20p90, greedy, minp05, or all (the first three); may be repeated.",
+)
+@click.option(
+    "--budget",
+    default="gate",
+    show_default=True,
+    help="smoke (2 prompts, 16 positions, 64 seeds), gate (8, 32, 256) or audit (8, 32, 1,024).",
+)
 @click.option("--prompts", default="default", show_default=True, help="Prompt set: a name or a .jsonl file.")
-@click.option("--epsilon", type=float, default=None,
-              help="Acceptance bias planted in the biased arm; default: the budget's (smoke 0.5, gate and audit 0.1).")
-@click.option("--confirm/--no-confirm", default=True, show_default=True,
-              help="Draw four times as many fresh seeds for what was flagged before calling it different.")
+@click.option(
+    "--epsilon",
+    type=float,
+    default=None,
+    help="Acceptance bias planted in the biased arm; default: the budget's (smoke 0.5, gate and audit 0.1).",
+)
+@click.option(
+    "--confirm/--no-confirm",
+    default=True,
+    show_default=True,
+    help="Draw four times as many fresh seeds for what was flagged before calling it different.",
+)
 @click.option("--run-seed", type=int, default=0, show_default=True, help="Seeds every random stream of the run.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Run folder; default: a new one.")
-@click.option("--results-dir", type=click.Path(path_type=Path), default=Path("results"), show_default=True,
-              help="Where run folders are made.")
+@click.option(
+    "--results-dir",
+    type=click.Path(path_type=Path),
+    default=Path("results"),
+    show_default=True,
+    help="Where run folders are made.",
+)
 @click.option("--resume", is_flag=True, help="Continue --run-dir, or the newest unfinished run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")
 @engine_options

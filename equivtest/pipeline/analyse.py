@@ -200,9 +200,7 @@ def _confirm(
     )
 
 
-def _tokens(
-    run_dir: Path, protocol: Protocol, arm: Arm, config: str, prompt_id: str, seeds: range
-) -> Iterator[Tokens]:
+def _tokens(run_dir: Path, protocol: Protocol, arm: Arm, config: str, prompt_id: str, seeds: range) -> Iterator[Tokens]:
     """One array [num_seeds] per position."""
     tokens = read_arm_tokens(
         run_dir, arm=arm, config=config, prompt_id=prompt_id, seeds=seeds, num_positions=protocol.num_positions

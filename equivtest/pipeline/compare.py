@@ -70,9 +70,7 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
     return ComparisonResult(verdict=decide(facts, findings), cells=pd.concat(frames, ignore_index=True))
 
 
-def _facts(
-    config: str, off_tokens: Mapping[CellFamily, Tokens], on_tokens: Mapping[CellFamily, Tokens]
-) -> ConfigFacts:
+def _facts(config: str, off_tokens: Mapping[CellFamily, Tokens], on_tokens: Mapping[CellFamily, Tokens]) -> ConfigFacts:
     def num_rows(tokens: Mapping[CellFamily, Tokens]) -> int:
         return sum(grid.size for family, grid in tokens.items() if family.config == config)
 

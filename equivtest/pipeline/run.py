@@ -135,7 +135,10 @@ def find_run(results_dir: Path, *, complete: bool = True) -> Path:
 
 def _resume_command(run_dir: Path) -> str:
     command = command_line()
-    return command if "--resume" in command else f"{command} --resume --run-dir {run_dir}"
+    for option in ("--resume", f"--run-dir {run_dir}"):
+        if option.partition(" ")[0] not in command:
+            command += f" {option}"
+    return command
 
 
 def _open_run(options: RunOptions, protocol: Protocol, engine: Engine) -> tuple[Path, Manifest]:

@@ -64,10 +64,7 @@ def _lines(data: ReportData) -> Iterator[str]:
         yield ""
         yield from _table(
             ("Control", "Compared", "Expected", "Outcome", "Result"),
-            [
-                (c.name, c.comparison, c.expected, c.outcome, words.control_text(c.passed))
-                for c in data.controls
-            ],
+            [(c.name, c.comparison, c.expected, c.outcome, words.control_text(c.passed)) for c in data.controls],
         )
     yield "### Smallest p-values, off vs on"
     yield ""

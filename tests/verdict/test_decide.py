@@ -22,9 +22,7 @@ def test_a_healthy_run_is_equivalent_and_says_what_that_means():
         "no difference found between plain and speculative decoding in 256 cells (topp95); "
         "a planted acceptance bias of 0.10 was detected (72 of 256 cells)"
     )
-    assert verdict.gate_of_record.line == (
-        "pass, zero rejections of off vs on wanted at 0.05, 0 of 256 cells rejected"
-    )
+    assert verdict.gate_of_record.line == ("pass, zero rejections of off vs on wanted at 0.05, 0 of 256 cells rejected")
     assert [control.line for control in verdict.controls] == [
         "passed, 0 of 256 rejected, on vs on_null",
         "acceptance bias of 0.10 detected, 72 of 256 rejected, off vs biased",
@@ -113,9 +111,7 @@ def test_a_flagged_a_a_control_is_open_until_confirmed_and_harmless_once_cleared
     assert "undecided until tested on fresh seeds" in pending.controls[0].line
     cleared = decide(run_facts(), findings(on_on_null=THREE, null_stage_2=confirmation(THREE)))
     assert cleared.word is Word.EQUIVALENT
-    assert cleared.controls[0].line == (
-        "passed, 3 of 256 rejected, on vs on_null, none standing on fresh seeds"
-    )
+    assert cleared.controls[0].line == ("passed, 3 of 256 rejected, on vs on_null, none standing on fresh seeds")
 
 
 def test_a_missed_planted_fault_is_invalid():
