@@ -8,7 +8,7 @@ import pytest
 import equivtest
 
 PACKAGE = Path(equivtest.__file__).parent
-LEAVES = {"errors", "records", "rng", "resources", "__init__", "__main__"}
+LEAVES = {"errors", "files", "records", "rng", "resources", "__init__", "__main__"}
 HEAVY = {"torch", "pyarrow", "pandas", "transformers", "matplotlib", "scipy", "statsmodels"}
 
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {

@@ -18,6 +18,7 @@ from typing import Any
 
 import equivtest
 from equivtest.errors import InvalidShard, RunNotFound
+from equivtest.files import write_whole
 from equivtest.resources import resource_dir
 
 FILE_NAME = "manifest.json"
@@ -71,10 +72,7 @@ class Manifest:
 
     def write(self, run_dir: Path) -> None:
         """Atomically: a reader never sees half a manifest."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        temporary = run_dir / f".{FILE_NAME}.{os.getpid()}"
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n", "utf-8")
-        temporary.replace(run_dir / FILE_NAME)
+        write_whole(run_dir / FILE_NAME, json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def read(cls, run_dir: Path) -> Manifest:

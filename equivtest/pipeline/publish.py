@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from equivtest.files import write_whole
 from equivtest.pipeline.analyse import Analysis
 from equivtest.pipeline.manifest import Manifest
 from equivtest.protocol.configs import CONFIGS, describe_params
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Arm, Evidence
 from equivtest.report.data import EVIDENCE_COLUMNS, ConfigFacts, ControlResult, ReportData
-from equivtest.report.files import write_whole
 from equivtest.report.html import write_html
 from equivtest.report.junit import write_junit
 from equivtest.report.summary import write_summary

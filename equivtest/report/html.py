@@ -11,11 +11,11 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
+from equivtest.files import write_whole
 from equivtest.records import Comparison
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_ROLES, ReportData
 from equivtest.report.figures import acceptance_figure, tv_figure
-from equivtest.report.files import write_whole
 from equivtest.report.select import num_rejected, worst_cells
 
 _TEMPLATES = Path(__file__).parent / "templates"

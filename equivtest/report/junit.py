@@ -17,10 +17,10 @@ from typing import Any
 
 import pandas as pd
 
+from equivtest.files import write_whole
 from equivtest.records import Comparison, Word
 from equivtest.report import words
 from equivtest.report.data import ReportData
-from equivtest.report.files import write_whole
 from equivtest.report.select import num_rejected
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from equivtest.files import write_whole
 from equivtest.records import Comparison
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_ROLES, ReportData
-from equivtest.report.files import write_whole
 from equivtest.report.select import num_rejected, worst_cells
 
 _NUM_WORST = 5

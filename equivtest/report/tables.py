@@ -9,8 +9,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from equivtest.files import write_whole
 from equivtest.report.data import CELL_COLUMNS, EVIDENCE_COLUMNS, MAY_BE_EMPTY, ReportData
-from equivtest.report.files import write_whole
 
 TABLES_VERSION = 1
 """Raised when a column of one of these tables changes its name, type or meaning."""

@@ -8,11 +8,8 @@ again: that is all that resume is.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from equivtest.errors import InvalidShard
+from equivtest.files import TEMPORARY_SUFFIX, atomic_file
 from equivtest.records import Generation, Origin, ShardKey
 from equivtest.samples.keys import shard_path
 from equivtest.samples.schema import SAMPLES_SCHEMA
@@ -29,7 +27,6 @@ _LOG = logging.getLogger(__name__)
 
 _ROW_GROUP_ROWS = 65_536
 _COMPRESSION_LEVEL = 3
-_TEMPORARY_SUFFIX = ".tmp"
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(Origin)}
 
 
@@ -88,36 +85,11 @@ def remove_stale_temporaries(run_dir: Path) -> tuple[Path, ...]:
 
     Call it before collecting: a run folder has one writer at a time.
     """
-    stale = tuple(sorted((run_dir / "samples").rglob(f".*{_TEMPORARY_SUFFIX}")))
+    stale = tuple(sorted((run_dir / "samples").rglob(f".*{TEMPORARY_SUFFIX}")))
     for path in stale:
         path.unlink()
         _LOG.info("removed the temporary file of a killed run: %s", path)
     return stale
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that appears under `path`, whole and synced, when the block ends, and never when it raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
-    try:
-        with temporary.open("wb") as sink:
-            yield sink
-            sink.flush()
-            os.fsync(sink.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_table(path: Path, key: ShardKey, generations: Sequence[Generation], num_positions: int) -> pa.Table:

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from equivtest.errors import InvalidSetting
+from equivtest.files import write_whole
 from equivtest.records import EXIT_CODES, Word
 from equivtest.report.data import CELL_COLUMNS, EVIDENCE_COLUMNS, MAY_BE_EMPTY, ReportData
-from equivtest.report.files import write_whole
 from equivtest.report.junit import render_junit, write_junit
 from equivtest.report.summary import render_summary, write_summary
 from equivtest.report.tables import write_cells, write_evidence
