@@ -103,7 +103,7 @@ def bench_decode(
 
     model: as `--model` takes it. dtype: float32, bfloat16 or auto. Raises UsageError without transformers.
     """
-    threads = threads or torch.get_num_threads()
+    threads = torch.get_num_threads() if threads is None else threads
     for name, value in (("batch", batch), ("context", context), ("steps", steps), ("threads", threads)):
         if value < 1:
             raise InvalidSetting(name, value, "must be at least 1")

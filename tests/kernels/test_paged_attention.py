@@ -98,6 +98,17 @@ def test_bfloat16_is_dense_attention_rounded_once(backend: KernelBackend, shape:
     torch.testing.assert_close(out.double(), dense(call), rtol=2**-8 * 1.001, atol=2e-6)
 
 
+@pytest.mark.parametrize("head_dim", [1, 24])
+def test_a_narrow_head_never_meets_what_an_earlier_call_left_in_memory(backend: KernelBackend, head_dim: int) -> None:
+    """Working memory is as wide as the vectors: its unused lanes must not reach a sum, whatever they hold."""
+    wide = paged_call([35, 4], [3, 4], head_dim=-(-head_dim // 16) * 16)
+    wide["kv_pages"].fill_(torch.nan)
+    for _ in range(4):
+        backend.paged_attention(**wide)
+        call = paged_call([35, 4], [3, 4], head_dim=head_dim)
+        torch.testing.assert_close(backend.paged_attention(**call).double(), dense(call), rtol=1e-5, atol=2e-6)
+
+
 def test_large_scores_do_not_overflow(backend: KernelBackend) -> None:
     call = paged_call([50], [4])
     call["query"] *= 300

@@ -21,7 +21,7 @@ struct PagedSequence {
   int64_t page_size, num_kv_heads, head_dim;
   int64_t kv_head;
 
-  // Keys (which = 0) or values (1) of tokens [begin, begin + kLanes) as float32 [kLanes, padded_dim], zero past `end`.
+  // Keys (which = 0) or values (1) of tokens [begin, begin + kLanes) as float32 [kLanes, padded_dim], zero past `end` and head_dim.
   void gather(int64_t which, int64_t begin, int64_t end, int64_t padded_dim, float* tile) const {
     int64_t page = begin / page_size, slot = begin % page_size;
     for (int64_t token = begin; token < begin + kLanes; ++token, tile += padded_dim) {
@@ -34,6 +34,7 @@ struct PagedSequence {
       int64_t i = 0;
       for (; i + kLanes <= head_dim; i += kLanes) store(tile + i, load(from + i));
       for (; i < head_dim; ++i) tile[i] = to_float(from[i]);
+      for (; i < padded_dim; ++i) tile[i] = 0.0f;  // the query is 0 there, and 0 times what was left here may be NaN
       if (++slot == page_size) slot = 0, ++page;
     }
   }
