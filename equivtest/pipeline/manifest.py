@@ -24,6 +24,9 @@ from equivtest.resources import resource_dir
 FILE_NAME = "manifest.json"
 SCHEMA_VERSION = 1
 
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""What decides how fast a decoder is, and how its sums are rounded."""
+
 
 class Status(StrEnum):
     STARTED = "started"
@@ -113,7 +116,8 @@ def describe_code() -> dict[str, Any]:
 def describe_machine() -> dict[str, Any]:
     """What the run ran on; no host name, so that a manifest can be published."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": _cpu_info("model name") or platform.processor() or "unknown",
+        "cpu_features": [name for name in _CPU_FEATURES if name in (_cpu_info("flags") or "").split()],
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -135,11 +139,10 @@ def _git(root: Path, *arguments: str) -> str | None:
     return answer.stdout.strip()
 
 
-def _cpu_model() -> str:
+def _cpu_info(field: str) -> str | None:
+    """The first entry of /proc/cpuinfo with that name; None on systems without one."""
     try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
-        pass
-    return platform.processor() or "unknown"
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field), None)

@@ -174,11 +174,16 @@ def _resumed(run_dir: Path, asked: Manifest) -> Manifest:
     for field, on_disk, now in (
         ("fingerprint", found.fingerprint, asked.fingerprint),
         ("source_sha256", found.code.get("source_sha256"), asked.code["source_sha256"]),
-        ("CPU", found.machine.get("cpu"), asked.machine["cpu"]),
+        ("CPU", _cpu(found), _cpu(asked)),
     ):
         if on_disk != now:
             raise RunMismatch(run_dir, field, on_disk, now)
     return _written(run_dir, dataclasses.replace(found, status=Status.STARTED, options=asked.options, error=None))
+
+
+def _cpu(manifest: Manifest) -> tuple[object, ...]:
+    """Sums are rounded in another order on another processor, and the samples are then others."""
+    return manifest.machine.get("cpu"), *manifest.machine.get("cpu_features", ())
 
 
 def _written(run_dir: Path, manifest: Manifest) -> Manifest:
