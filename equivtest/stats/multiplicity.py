@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from statsmodels.stats.multitest import multipletests
 
 from equivtest.errors import InsufficientSamples, InvalidSetting
 
@@ -21,7 +20,7 @@ def benjamini_hochberg(p_values: Floats) -> Floats:
     p_values: float64 [m]. Returns float64 [m]: reject where at most q. With every null true, the probability of any
     rejection is at most q as well.
     """
-    return _adjusted(p_values, "fdr_bh")
+    return _step_up(p_values, 1.0)
 
 
 def benjamini_yekutieli(p_values: Floats) -> Floats:
@@ -29,7 +28,7 @@ def benjamini_yekutieli(p_values: Floats) -> Floats:
 
     p_values: float64 [m]. Returns float64 [m]: reject where at most q. Costs the factor `harmonic(m)`.
     """
-    return _adjusted(p_values, "fdr_by")
+    return _step_up(p_values, harmonic(len(p_values)))
 
 
 def holm(p_values: Floats) -> Floats:
@@ -37,7 +36,10 @@ def holm(p_values: Floats) -> Floats:
 
     p_values: float64 [m]. Returns float64 [m]: reject where at most alpha.
     """
-    return _adjusted(p_values, "holm")
+    values = _checked(p_values)
+    order = np.argsort(values)
+    stepped = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
+    return _in_place(stepped, order)
 
 
 def bonferroni(p_values: Floats) -> Floats:
@@ -45,7 +47,8 @@ def bonferroni(p_values: Floats) -> Floats:
 
     p_values: float64 [m]. Returns float64 [m]: reject where at most alpha.
     """
-    return _adjusted(p_values, "bonferroni")
+    values = _checked(p_values)
+    return np.minimum(values * len(values), 1.0)
 
 
 ADJUST: Mapping[Correction, Callable[[Floats], Floats]] = {
@@ -62,11 +65,24 @@ def harmonic(num_tests: int) -> float:
     return float(np.sum(1.0 / np.arange(1, num_tests + 1)))
 
 
-def _adjusted(p_values: Floats, method: str) -> Floats:
+def _step_up(p_values: Floats, cost: float) -> Floats:
+    values = _checked(p_values)
+    order = np.argsort(values)
+    stepped = values[order] * cost / (np.arange(1, len(values) + 1) / len(values))
+    return _in_place(np.minimum.accumulate(stepped[::-1])[::-1], order)
+
+
+def _in_place(stepped: Floats, order: npt.NDArray[np.intp]) -> Floats:
+    """Adjusted values in rising order back to where their p-values stood."""
+    adjusted = np.empty_like(stepped)
+    adjusted[order] = np.minimum(stepped, 1.0)
+    return adjusted
+
+
+def _checked(p_values: Floats) -> Floats:
     values = np.asarray(p_values, np.float64)
     if not values.size:
         raise InsufficientSamples("multiplicity", 0, 1)
     if not np.all((values >= 0) & (values <= 1)):  # also catches NaN
         raise InvalidSetting("p_values", values[~((values >= 0) & (values <= 1))][0], "must be in [0, 1]")
-    adjusted: Floats = multipletests(values, method=method)[1]
-    return adjusted
+    return values
