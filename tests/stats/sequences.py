@@ -8,10 +8,11 @@ from tests.stats.laws import Floats, realistic_laws
 Tokens = npt.NDArray[np.int64]
 
 
-def prefix_laws(num_positions: int, rng: np.random.Generator, vocab: int = 40) -> Floats:
-    """[position, previous token, token]: every position has its own law, which the previous token shifts."""
+def prefix_laws(num_positions: int, rng: np.random.Generator, *, vocab: int = 40, shift: float = 0.5) -> Floats:
+    """[position, previous token, token]: every position has its own law, which the previous token shifts by `shift`
+    in log-probability; a large shift gives every context a mode of its own."""
     shared = rng.permuted(realistic_laws(num_positions, rng, vocab=vocab), axis=1)[:, None]
-    laws = shared * np.exp(rng.normal(scale=0.5, size=(num_positions, vocab, vocab)))
+    laws = shared * np.exp(rng.normal(scale=shift, size=(num_positions, vocab, vocab)))
     return laws / laws.sum(axis=-1, keepdims=True)
 
 
