@@ -72,6 +72,8 @@ _KINDS: Mapping[StatisticName, _Kind] = {
     ),
 }
 
+_SIDE_WORDS: Mapping[Side, str] = {"large": "one-sided", "both": "two-sided"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JointTest:
@@ -143,9 +145,6 @@ class JointResult:
             f"{kind.what}, {_SIDE_WORDS[kind.side]}, {self.num_permutations} permutations of whole samples, "
             f"Holm over {len(self.tests)}; statistic: z" + (f"; estimate: {kind.unit}" if kind.unit else "")
         )
-
-
-_SIDE_WORDS: Mapping[Side, str] = {"large": "one-sided", "both": "two-sided"}
 
 
 def joint_family(

@@ -73,7 +73,8 @@ def mode_weight(tree: PrefixTree, is_on: npt.NDArray[np.bool_]) -> float:
 def frequent_prefixes(stratum: Stratum) -> Ints:
     """[N] the bin of each sample: its longest prefix that is expected at least MIN_EXPECTED times in both arms.
 
-    Decided on combined counts only. Bins are numbered from 0.
+    Decided on combined counts only, by the marginal family's rule: a larger limit would see coarse faults better, which
+    `mode` does anyway, a smaller one faults that show in rare continuations only. Bins are numbered from 0.
     """
     tree, smaller = stratum.tree, min(stratum.num_off, stratum.num_on)
     enough = np.stack(
