@@ -1,0 +1,242 @@
+"""A speculative sampler in numpy whose law is known exactly, with faults to plant, thousands of samples at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from equivtest.stats.scored import ScoredTokens
+
+Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.float64]
+ACCEPTED, RECOVERED, BONUS, PLAIN = range(4)
+ACCEPT_COIN, RECOVER_COIN, DRAW_COIN, DRAFT_COIN = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Laws by the token before: arrays [vocab, vocab]."""
+
+    law: Floats
+    """The target's, with its filter: some tokens are exact zeros."""
+    unfiltered: Floats
+    draft: Floats
+    """The drafter's; its most likely token is the greedy draft."""
+
+
+def make_world(seed: int, vocab: int = 12, *, spread: float = 1.6, draft_noise: float = 0.5) -> World:
+    """Peaked random laws with a fifth of the tokens filtered, and a drafter that agrees with them but for noise."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, spread, (vocab, vocab))
+    unfiltered = _softmax(logits)
+    cut = np.sort(unfiltered, axis=1)[:, vocab // 5]
+    law = np.where(unfiltered > cut[:, None], unfiltered, 0.0)
+    draft = _softmax(logits + rng.normal(0, draft_noise, logits.shape))
+    return World(law=law / law.sum(axis=1, keepdims=True), unfiltered=unfiltered, draft=draft)
+
+
+def even_world(seed: int, vocab: int = 12) -> World:
+    """Every law is one law with its tokens renamed, and the draft is always its mode, of probability .5.
+
+    So whether a draft is kept has one probability whatever came before: coins that are shared between rounds move
+    the joint law only.
+    """
+    rng = np.random.default_rng(seed)
+    base = np.r_[0.5, np.full(vocab - 3, 0.5 / (vocab - 3)), 0.0, 0.0]
+    law = np.stack([base[rng.permutation(vocab)] for _ in range(vocab)])
+    return World(law=law, unfiltered=law, draft=law)
+
+
+def _softmax(logits: Floats) -> Floats:
+    e = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What the sampler does wrong; nothing by default."""
+
+    epsilon: float = 0.0
+    """Drafts are kept with so much more probability."""
+    bonus_from_wrong_row: bool = False
+    """The bonus is drawn from the law of the row before."""
+    reused_coin: bool = False
+    """A recovery's coin serves again as the first acceptance coin of the next round."""
+    shared_rows: bool = False
+    """All rows of a step get the same coins."""
+    colliding_seeds: bool = False
+    """The second half of a group's samples has the coins of the first half."""
+    unfiltered: bool = False
+    """No filter is applied."""
+    draft_temperature: float = 1.0
+    """Extra temperature on rows with a draft."""
+
+
+CORRECT = Fault()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """Columns of ScoredTokens, each [num_replications, tokens of one]."""
+
+    columns: dict[str, Array]
+    naive: dict[str, Array]
+    """q columns as if the draft were fixed: 1[y = d], p(d) and p(d) (1 - p(d))."""
+
+    def replication(self, index: int, *, naive: bool = False) -> ScoredTokens:
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return ScoredTokens(**columns | ({name: c[index] for name, c in self.naive.items()} if naive else {}))
+
+
+def simulate(
+    world: World,
+    num_replications: int,
+    *,
+    fault: Fault = CORRECT,
+    sampled_draft: bool = False,
+    num_groups: int = 2,
+    samples_per_group: int = 16,
+    num_positions: int = 24,
+    max_draft: int = 3,
+    speculative: bool = True,
+    seed: int,
+) -> Simulation:
+    """Decode `num_groups * samples_per_group` samples a replication, all of it in one batch.
+
+    Rounds have `max_draft` drafts, or as many as still fit; after one token in four (known before the draw) a round
+    has none.
+    """
+    rng = np.random.default_rng(seed)
+    vocab = len(world.law)
+    per_replication = num_groups * samples_per_group
+    count = num_replications * per_replication
+    member = np.arange(count)
+    group = member % per_replication // samples_per_group
+    coins = _Coins(fault, rng, member, per_replication, samples_per_group, num_positions, max_draft)
+    token = group % vocab
+    before = token
+    slot, num_draft, step = np.full(count, -1), np.zeros(count, int), np.full(count, -1)
+    recovered_coin = np.full(count, np.nan)
+    columns: dict[str, list[Array]] = {}
+    for position in range(num_positions):
+        opens = slot < 0
+        step += opens
+        offered = np.where(speculative & (token % 4 != 0), min(max_draft, num_positions - position - 1), 0)
+        num_draft, slot = np.where(opens, offered, num_draft), np.where(opens, 0, slot)
+        has_draft, is_bonus = slot < num_draft, (slot == num_draft) & (num_draft > 0)
+
+        law, q = world.law[token], world.draft[token]
+        used = world.unfiltered[token] if fault.unfiltered else law
+        hot = used ** (1 / fault.draft_temperature)
+        used = np.where(has_draft[:, None], hot / hot.sum(axis=1, keepdims=True), used)
+        if fault.bonus_from_wrong_row:
+            used = np.where(is_bonus[:, None], world.law[before], used)
+        draft = invert(q, coins(DRAFT_COIN, position, step, slot)) if sampled_draft else q.argmax(axis=1)
+        p_draft, q_draft = used[member, draft], q[member, draft] if sampled_draft else np.ones(count)
+        accept_coin = coins(ACCEPT_COIN, position, step, slot)
+        if fault.reused_coin:
+            accept_coin = np.where((slot == 0) & ~np.isnan(recovered_coin), recovered_coin, accept_coin)
+        accepted = has_draft & (accept_coin < p_draft / q_draft + fault.epsilon)
+        recovered = has_draft & ~accepted
+        one_hot = np.zeros_like(used)
+        one_hot[member, draft] = 1.0
+        residual = np.maximum(used - q, 0.0) if sampled_draft else used * (1 - one_hot)
+        residual = np.where(residual.sum(axis=1, keepdims=True) > 0, residual, used)
+        recover_coin, draw_coin = (coins(kind, position, step, slot) for kind in (RECOVER_COIN, DRAW_COIN))
+        drawn = invert(np.where(recovered[:, None], residual, used), np.where(recovered, recover_coin, draw_coin))
+        y = np.where(accepted, draft, drawn)
+        recovered_coin = np.where(recovered, recover_coin, np.nan)
+
+        f = q if sampled_draft else one_hot
+        row = {
+            "position": np.full(count, position),
+            "token_id": y,
+            "origin": np.select([accepted, recovered, is_bonus], [ACCEPTED, RECOVERED, BONUS], PLAIN),
+            "slot": np.where(num_draft > 0, slot, -1),
+            "num_draft": num_draft,
+            "step": step,
+            **law_columns(law, y, rng),
+            **{name: values * has_draft for name, values in moments(law, f, y).items()},
+            **{f"naive_{name}": values * has_draft for name, values in moments(law, one_hot, y).items()},
+        }
+        for name, values in row.items():
+            columns.setdefault(name, []).append(values.copy())
+        before, token = token, y
+        slot = np.where(accepted, slot + 1, -1)
+
+    shape = (num_replications, per_replication * num_positions)
+    flat = {name: np.stack(rows, axis=1).reshape(shape) for name, rows in columns.items()}
+    whole = {
+        "sample": member,
+        "batch_row": member % per_replication,
+        "batch": member // per_replication,
+        "group": group,
+    }
+    flat |= {name: np.repeat(values, num_positions).reshape(shape) for name, values in whole.items()}
+    naive = {name: flat.pop(f"naive_{name}") for name in ("q_token", "q_mean", "q_variance")}
+    return Simulation(columns=flat, naive=naive)
+
+
+def invert(weights: Floats, coins: Floats) -> npt.NDArray[np.int64]:
+    """First id whose cumulative weight exceeds coin * total, row by row."""
+    cumulative = weights.cumsum(axis=1)
+    last = weights.shape[1] - 1 - (weights[:, ::-1] > 0).argmax(axis=1)
+    return np.minimum((cumulative <= coins[:, None] * cumulative[:, -1:]).sum(axis=1), last)
+
+
+def law_columns(law: Floats, y: Array, rng: np.random.Generator) -> dict[str, Array]:
+    """What the scorer records of law [n, vocab] at tokens y [n]; draws two uniforms a token."""
+    index = np.arange(len(law))
+    p = law[index, y][:, None]
+    logs = np.log(np.where(law > 0, law, 1.0))
+    entropy = -(law * logs).sum(axis=1)
+    above, ties = (law * (law > p)).sum(axis=1), (law * (law == p)).sum(axis=1)
+    below = (law * (np.arange(law.shape[1]) < y[:, None])).sum(axis=1)
+    return {
+        "p_token": p[:, 0],
+        "pit_rank": np.minimum(above + rng.random(len(law)) * ties, 1.0),
+        "pit_vocab": np.minimum(below + rng.random(len(law)) * p[:, 0], 1.0),
+        "entropy": entropy,
+        "var_surprisal": np.maximum((law * logs**2).sum(axis=1) - entropy**2, 0.0),
+        "support_violation": p[:, 0] == 0,
+    }
+
+
+def moments(law: Floats, f: Floats, y: Array) -> dict[str, Floats]:
+    """f at the token, and its mean and variance over the law."""
+    mean = (law * f).sum(axis=1)
+    return {
+        "q_token": f[np.arange(len(f)), y],
+        "q_mean": np.minimum(mean, 1.0),
+        "q_variance": np.maximum((law * f**2).sum(axis=1) - mean**2, 0.0),
+    }
+
+
+class _Coins:
+    """Uniforms by (purpose, sample, position), or what a fault makes of them."""
+
+    def __init__(
+        self,
+        fault: Fault,
+        rng: np.random.Generator,
+        member: Array,
+        per_replication: int,
+        samples_per_group: int,
+        num_positions: int,
+        max_draft: int,
+    ) -> None:
+        self.fault, self.rng, self.member = fault, rng, member
+        self.replication = member // per_replication
+        if fault.shared_rows:
+            self.shared = rng.random((4, int(self.replication[-1]) + 1, num_positions, max_draft + 1))
+        place = member % samples_per_group
+        twin = place >= samples_per_group // 2
+        self.source = member - np.where(twin, samples_per_group // 2, 0)
+
+    def __call__(self, purpose: int, position: int, step: Array, slot: Array) -> Floats:
+        if self.fault.shared_rows:
+            return self.shared[purpose, self.replication, step, slot]
+        coins = self.rng.random(len(self.member))
+        return coins[self.source] if self.fault.colliding_seeds else coins
