@@ -191,6 +191,38 @@ class Generation:
     route: Route
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LawColumns:
+    """What the target's law p says at each token y of finished samples: arrays [num_samples, num_positions].
+
+    q is the law the draft was drawn from, a point mass at the draft of a greedy drafter. Nothing is NaN: where no draft
+    was offered `has_draft` is False and the columns of the draft are 0.
+    """
+
+    p_token: npt.NDArray[np.float64]
+    """p(y); 0 where a filter removes y."""
+    has_draft: npt.NDArray[np.bool_]
+    """Whether a draft was offered at the token."""
+    p_draft: npt.NDArray[np.float64]
+    """p(draft)."""
+    q_token: npt.NDArray[np.float64]
+    """q(y)."""
+    q_mean: npt.NDArray[np.float64]
+    """Mean of q over p: p(draft) for a greedy drafter."""
+    q_variance: npt.NDArray[np.float64]
+    """Variance of q over p."""
+    pit_rank: npt.NDArray[np.float64]
+    """Mass of the tokens above y in descending p, plus a random part of the mass of y and its ties; in [0, 1]."""
+    pit_vocab: npt.NDArray[np.float64]
+    """Mass of the ids below y, plus a random part of p(y); in [0, 1]."""
+    entropy: npt.NDArray[np.float64]
+    """Mean of -ln p over p, nats."""
+    var_surprisal: npt.NDArray[np.float64]
+    """Variance of -ln p over p, squared nats."""
+    support_violation: npt.NDArray[np.bool_]
+    """p(y) = 0, beyond the scorer's tolerance at the cut."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """One test's result. Fields that a test does not define are None; no field is ever NaN."""

@@ -39,6 +39,8 @@ class Purpose(IntEnum):
     """A sampled drafter's own draw."""
     PLAIN = 4
     """Draw from the target where no draft was offered."""
+    SCORE = 5
+    """Randomise the probability integral transforms of a finished sample; decides nothing in it."""
 
 
 def philox4x32(counter: U32, key: U32) -> U32:

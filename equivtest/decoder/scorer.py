@@ -1,0 +1,252 @@
+"""The scorer: what the target's law says at every token of finished samples.
+
+Teacher forcing: the tokens are fed as they were put out, all positions of a sample in one ragged forward, the prompt's
+keys and values shared; the law of every position then comes from the kernel backend, as it does when decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equivtest.decoder.cut_tolerance import within_tolerance
+from equivtest.decoder.kv_cache import PagedKVCache
+from equivtest.decoder.law_columns import Floats, SparseLaw
+from equivtest.decoder.model import Model
+from equivtest.decoder.prefill import PAGE_SIZE
+from equivtest.decoder.stages import Int64Array
+from equivtest.errors import InvalidSetting
+from equivtest.kernels.contract import KernelBackend, RowParams, check_params_supported
+from equivtest.records import LawColumns, SamplingParams
+from equivtest.rng import Purpose, uniforms
+
+_MAX_FORWARD_ROWS = 2048
+_MAX_LAW_ENTRIES = 1 << 23
+"""Most entries of [rows, vocab_size] whose law is held at a time: bounds the memory, not the result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FinishedSamples:
+    """Samples of one prompt under one law, to be scored."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    token_ids: Int64Array
+    """[num_samples, num_positions], what was put out."""
+    draft_token_ids: Int64Array
+    """[num_samples, num_positions], the draft offered at each token; -1 where none was."""
+    stream_keys: Int64Array
+    """[num_samples], the samples' own streams; their SCORE coins randomise the transforms."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "draft_token_ids", "stream_keys"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.int64))
+        if not self.prompt_token_ids:
+            raise InvalidSetting("prompt_token_ids", (), "needs at least one token")
+        if self.token_ids.ndim != 2 or 0 in self.token_ids.shape:
+            raise InvalidSetting("token_ids", self.token_ids.shape, "must be [num_samples, num_positions], not empty")
+        if self.draft_token_ids.shape != self.token_ids.shape:
+            raise InvalidSetting("draft_token_ids", self.draft_token_ids.shape, f"must be {self.token_ids.shape}")
+        if self.stream_keys.shape != self.token_ids.shape[:1]:
+            raise InvalidSetting("stream_keys", self.stream_keys.shape, f"must be {self.token_ids.shape[:1]}")
+
+    def rows(self, start: int, stop: int) -> FinishedSamples:
+        """Samples start:stop."""
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[start:stop],
+            draft_token_ids=self.draft_token_ids[start:stop],
+            stream_keys=self.stream_keys[start:stop],
+        )
+
+
+class Scorer:
+    """Scores samples in batches of bounded memory. A sample's columns do not depend on its batch-mates, but for
+    rounding of the forward. Not for use from two threads."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: KernelBackend,
+        *,
+        draft_model: Model | None = None,
+        max_forward_rows: int = _MAX_FORWARD_ROWS,
+        max_law_rows: int | None = None,
+    ) -> None:
+        """backend: computes the laws; it must be able to represent every request that is scored.
+
+        draft_model: the small model of a drafter that samples from it under the request's own parameters: q is its law.
+        None: drafts were greedy, and q is the point mass at the draft.
+        """
+        if max_forward_rows < 1:
+            raise InvalidSetting("max_forward_rows", max_forward_rows, "must be at least 1")
+        self.model, self.backend = model, backend
+        vocab_size = model.config.vocab_size
+        self.max_forward_rows = max_forward_rows
+        self.max_law_rows = max_law_rows or max(1, _MAX_LAW_ENTRIES // vocab_size)
+        self._target = _TeacherForcing(model, max_forward_rows)
+        self._drafter = None if draft_model is None else _TeacherForcing(draft_model, max_forward_rows)
+        dtype, device = backend.capabilities.probs_dtype, model.device
+        self._probs = torch.empty(self.max_law_rows, vocab_size, dtype=dtype, device=device)
+        self._draft_probs = None if draft_model is None else torch.empty_like(self._probs)
+
+    @torch.inference_mode()
+    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+        """The law columns of the samples, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens.
+
+        Raises UnsupportedSampling when the backend cannot represent the parameters, InvalidSetting for token ids
+        outside the vocabulary or a text longer than the model's context.
+        """
+        check_params_supported(self.backend, samples.params, seeded=False)
+        vocab_size = self.model.config.vocab_size
+        for name, low in (("prompt_token_ids", 0), ("token_ids", 0), ("draft_token_ids", -1)):
+            ids = np.asarray(getattr(samples, name))
+            if ids.min() < low or ids.max() >= vocab_size:
+                raise InvalidSetting(name, (int(ids.min()), int(ids.max())), f"must be in {low}..{vocab_size - 1}")
+        num_samples, num_positions = samples.token_ids.shape
+        batch = max(1, self.max_forward_rows // num_positions)
+        parts = []
+        for start in range(0, num_samples, batch):
+            part = samples.rows(start, min(start + batch, num_samples))
+            parts.append(self._score_batch(part))
+            if on_tokens is not None:
+                on_tokens(part.token_ids.size)
+        return LawColumns(
+            **{
+                field.name: np.concatenate([getattr(part, field.name) for part in parts])
+                for field in dataclasses.fields(LawColumns)
+            }
+        )
+
+    def _score_batch(self, samples: FinishedSamples) -> LawColumns:
+        hidden = self._target.hidden(samples)
+        draft_hidden = None if self._drafter is None else self._drafter.hidden(samples)
+        shape = samples.token_ids.shape
+        token_ids, draft_ids = samples.token_ids.ravel(), samples.draft_token_ids.ravel()
+        positions = np.arange(shape[1])
+        coins = [
+            uniforms(samples.stream_keys[:, None], positions, Purpose.SCORE, draw=draw).ravel() for draw in range(2)
+        ]
+        columns: list[dict[str, np.ndarray]] = []
+        for start in range(0, len(token_ids), self.max_law_rows):
+            rows = slice(start, min(start + self.max_law_rows, len(token_ids)))
+            columns.append(
+                self._law_columns(
+                    hidden[rows],
+                    None if draft_hidden is None else draft_hidden[rows],
+                    token_ids[rows],
+                    draft_ids[rows],
+                    samples.params,
+                    (coins[0][rows], coins[1][rows]),
+                )
+            )
+        return LawColumns(
+            **{name: np.concatenate([part[name] for part in columns]).reshape(shape) for name in columns[0]}
+        )
+
+    def _law_columns(
+        self,
+        hidden: Tensor,  # [n, hidden_size]
+        draft_hidden: Tensor | None,  # [n, the draft model's hidden_size]
+        token_ids: Int64Array,  # [n]
+        draft_ids: Int64Array,  # [n], -1 for none
+        params: SamplingParams,
+        coins: tuple[Floats, Floats],  # [n] each
+    ) -> dict[str, np.ndarray]:
+        logits = self.model.logits(hidden)
+        law = SparseLaw.of(self._law(logits, params, self._probs))
+        has_draft = draft_ids >= 0
+        p_token, p_draft = law.at(token_ids), law.at(draft_ids)
+        entropy, var_surprisal = law.entropy()
+        if draft_hidden is None or self._drafter is None or self._draft_probs is None:
+            q_token = (token_ids == draft_ids).astype(np.float64)
+            q_mean, q_variance = p_draft, p_draft * (1 - p_draft)
+        else:
+            where = np.flatnonzero(has_draft)
+            draft_logits = self._drafter.model.logits(draft_hidden[torch.from_numpy(where).to(hidden.device)])
+            q = self._law(draft_logits, params, self._draft_probs)
+            q_rows = np.full(len(token_ids), -1)
+            q_rows[where] = np.arange(len(where))
+            q_mean, q_variance = law.moments(q, q_rows)
+            q_token = np.zeros(len(token_ids))
+            if len(where):
+                q_token[where] = SparseLaw.of(q).at(token_ids[where])
+        violation = p_token == 0
+        if violation.any():
+            off = np.flatnonzero(violation)
+            rows = logits[torch.from_numpy(off).to(logits.device)]
+            violation[off] = ~within_tolerance(self.backend, rows, token_ids[off], params)
+        return {
+            "p_token": p_token,
+            "has_draft": has_draft,
+            "p_draft": p_draft,
+            "q_token": q_token,
+            "q_mean": np.minimum(q_mean, 1.0),
+            "q_variance": np.maximum(q_variance, 0.0),
+            "pit_rank": law.pit_rank(token_ids, coins[0]),
+            "pit_vocab": law.pit_vocab(token_ids, coins[1]),
+            "entropy": np.maximum(entropy, 0.0),
+            "var_surprisal": var_surprisal,
+            "support_violation": violation,
+        }
+
+    def _law(self, logits: Tensor, params: SamplingParams, out: Tensor) -> Tensor:
+        row_params = RowParams.of([params] * len(logits), logits.device)
+        return self.backend.verify_probs(logits, row_params, out=out[: len(logits)])
+
+
+class _TeacherForcing:
+    """One model with a cache in which a batch of samples fits."""
+
+    def __init__(self, model: Model, max_rows: int) -> None:
+        self.model, self._max_rows = model, max_rows
+        self._kv: PagedKVCache | None = None
+
+    def hidden(self, samples: FinishedSamples) -> Tensor:
+        """Hidden states [num_samples * num_positions, hidden_size] that predict each token; the prompt is fed once."""
+        prompt, (num_samples, num_positions) = samples.prompt_token_ids, samples.token_ids.shape
+        length = len(prompt) + num_positions - 1
+        limit = self.model.config.max_position
+        if length > limit:
+            raise InvalidSetting("prompt and samples", length, f"must be at most {limit} tokens, the model's context")
+        kv, self._kv = self._cache(len(prompt), num_samples, num_positions), None
+        root = kv.new_sequence()
+        for start in range(0, len(prompt) - 1, self._max_rows):
+            piece = prompt[start : min(start + self._max_rows, len(prompt) - 1)]
+            batch = kv.extend(np.array([root]), np.array([len(piece)]))
+            self.model.forward(torch.tensor(piece, device=self.model.device), batch, kv)
+        sequences = np.array([kv.fork(root) for _ in range(num_samples)])
+        kv.free(np.array([root]))
+        fed = np.concatenate([np.full((num_samples, 1), prompt[-1]), samples.token_ids[:, :-1]], axis=1)
+        batch = kv.extend(sequences, np.full(num_samples, num_positions))
+        hidden = self.model.forward(torch.from_numpy(fed.ravel()).to(self.model.device), batch, kv)
+        kv.free(sequences)
+        self._kv = kv  # kept only when every sequence was returned to it
+        return hidden
+
+    def _cache(self, prompt_length: int, num_samples: int, num_positions: int) -> PagedKVCache:
+        """A cache in which the prompt and every sample's own pages fit, the last one reused when it is large enough."""
+        own = -(-num_positions // PAGE_SIZE) + 1
+        num_pages = -(-prompt_length // PAGE_SIZE) + num_samples * own
+        length = prompt_length + num_positions
+        kv = self._kv
+        if (
+            kv is None
+            or kv.num_free_pages < num_pages
+            or kv.num_free_sequences <= num_samples
+            or kv.max_length < min(length, self.model.config.max_position)
+        ):
+            kv = PagedKVCache(
+                self.model.config,
+                num_pages=num_pages,
+                max_sequences=num_samples + 1,
+                page_size=PAGE_SIZE,
+                dtype=self.model.dtype,
+                device=self.model.device,
+            )
+        return kv

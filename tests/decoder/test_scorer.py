@@ -1,0 +1,266 @@
+"""The scorer's columns against a plain float64 computation, position by position."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from equivtest.decoder.model import Model
+from equivtest.decoder.scorer import FinishedSamples, Scorer
+from equivtest.errors import InvalidSetting, UnsupportedSampling
+from equivtest.faults import get_fault
+from equivtest.kernels.contract import KernelBackend
+from equivtest.kernels.registry import get_backend
+from equivtest.records import Generation, LawColumns, Origin, Request, SamplingParams
+from equivtest.rng import Purpose, uniforms
+from equivtest.stats.law import law_family
+from equivtest.stats.scored import ScoredTokens
+from tests.decoder.incapable_backend import IncapableBackend
+from tests.decoder.scenarios import CONFIGS, GREEDY, build, fresh_logits, random_prompts, requests_for
+from tests.decoder.tiny_models import tiny_model
+
+UNFILTERED = SamplingParams(temperature=1.0)
+PROMPT = random_prompts(3)[1]
+
+
+@pytest.fixture(params=["reference", "cpp"])
+def backend(request: pytest.FixtureRequest) -> KernelBackend:
+    return get_backend(request.param)
+
+
+def finished(requests: list[Request], generations: list[Generation]) -> FinishedSamples:
+    return FinishedSamples(
+        prompt_token_ids=requests[0].prompt_token_ids,
+        params=requests[0].params,
+        token_ids=np.stack([g.token_ids for g in generations]),
+        draft_token_ids=np.stack([g.draft_token_ids for g in generations]),
+        stream_keys=np.array([r.stream_key for r in requests]),
+    )
+
+
+def decoded(
+    backend: KernelBackend, params: SamplingParams, *, count: int = 6, length: int = 10, drafter: str = "early_exit"
+) -> FinishedSamples:
+    executor = build(backend, drafter, max_draft=3)
+    requests = requests_for([PROMPT] * count, params, max_tokens=length)
+    return finished(requests, executor.generate(requests, speculative=True))
+
+
+def float64_law(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """The law of one row, written out with numpy in float64."""
+    z = logits.double().numpy()
+    if params.greedy:
+        return (np.arange(len(z)) == z.argmax()).astype(float)
+    z = z / params.temperature
+    if params.top_k:
+        z = np.where(z >= np.sort(z)[::-1][min(params.top_k, len(z)) - 1], z, -np.inf)
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    if params.top_p < 1:
+        descending = np.sort(p)[::-1]
+        p = np.where(p >= descending[(descending.cumsum() >= params.top_p).argmax()], p, 0.0)
+    p = np.where(p >= params.min_p * p.max(), p, 0.0)
+    return p / p.sum()
+
+
+def brute_force(model: Model, samples: FinishedSamples, draft_model: Model | None = None) -> dict[str, np.ndarray]:
+    """Every column by a loop over tokens; each prefix is computed anew."""
+    columns: dict[str, list[float]] = {}
+    for tokens, drafts, key in zip(samples.token_ids, samples.draft_token_ids, samples.stream_keys, strict=True):
+        text = [*samples.prompt_token_ids, *tokens[:-1].tolist()]
+        start = len(samples.prompt_token_ids) - 1
+        laws = [float64_law(row, samples.params) for row in fresh_logits(model, text)[start:]]
+        q_laws = laws
+        if draft_model is not None:
+            q_laws = [float64_law(row, samples.params) for row in fresh_logits(draft_model, text)[start:]]
+        for t, (p, q, y, d) in enumerate(zip(laws, q_laws, tokens, drafts, strict=True)):
+            if draft_model is None:
+                q = (np.arange(len(p)) == d).astype(float)
+            q = q * (d >= 0)
+            coins = [uniforms(np.array([key]), np.array([t]), Purpose.SCORE, draw=i)[0] for i in range(2)]
+            s = -np.log(np.where(p > 0, p, 1.0))
+            row = {
+                "p_token": p[y],
+                "has_draft": d >= 0,
+                "p_draft": p[d] if d >= 0 else 0.0,
+                "q_token": q[y],
+                "q_mean": p @ q,
+                "q_variance": p @ (q - p @ q) ** 2,
+                "pit_rank": p[p > p[y]].sum() + coins[0] * p[p == p[y]].sum(),
+                "pit_vocab": p[:y].sum() + coins[1] * p[y],
+                "entropy": p @ s,
+                "var_surprisal": p @ (s - p @ s) ** 2,
+                "support_violation": p[y] == 0,
+            }
+            for name, value in row.items():
+                columns.setdefault(name, []).append(value)
+    return {name: np.array(values).reshape(samples.token_ids.shape) for name, values in columns.items()}
+
+
+def assert_close(law: LawColumns, expected: dict[str, np.ndarray], *, within: float = 2e-4) -> None:
+    assert {field.name for field in dataclasses.fields(law)} == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(getattr(law, name), values, atol=within, err_msg=name)
+
+
+@pytest.mark.parametrize("params", [*CONFIGS.values(), GREEDY, UNFILTERED], ids=[*CONFIGS, "greedy", "unfiltered"])
+def test_columns_are_those_of_a_float64_computation(backend: KernelBackend, params: SamplingParams) -> None:
+    samples = decoded(backend, params)
+    model = tiny_model(backend=backend)
+    law = Scorer(model, backend).score(samples)
+    assert law.has_draft.any()
+    assert not law.support_violation.any()
+    assert_close(law, brute_force(model, samples))
+
+
+def test_columns_of_a_sampled_drafter_use_its_own_law() -> None:
+    backend = get_backend("cpp")
+    samples = decoded(backend, CONFIGS["topk20p90"], drafter="model")
+    model, draft_model = tiny_model(backend=backend), tiny_model(backend=backend, layers=2)
+    law = Scorer(model, backend, draft_model=draft_model).score(samples)
+    assert_close(law, brute_force(model, samples, draft_model))
+    fractions = law.q_token[law.has_draft]
+    assert ((fractions > 0) & (fractions < 1)).mean() > 0.5
+
+
+def test_a_sample_is_scored_the_same_alone_and_in_any_batch() -> None:
+    backend = get_backend("cpp")
+    model = tiny_model(backend=backend)
+    samples = decoded(backend, CONFIGS["topp95"], count=9)
+    together = Scorer(model, backend).score(samples)
+    pieces = Scorer(model, backend, max_forward_rows=23, max_law_rows=7)
+    heard: list[int] = []
+    split = pieces.score(samples, on_tokens=heard.append)
+    assert heard == [20, 20, 20, 20, 10]
+    alone = pieces.score(samples.rows(4, 5))
+    for field in dataclasses.fields(together):
+        whole = getattr(together, field.name)
+        np.testing.assert_allclose(getattr(split, field.name), whole, atol=1e-5, err_msg=field.name)
+        np.testing.assert_allclose(getattr(alone, field.name), whole[4:5], atol=1e-5, err_msg=field.name)
+
+
+def test_the_prompt_is_computed_once_a_batch_and_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = get_backend("cpp")
+    model = tiny_model(backend=backend)
+    samples = decoded(backend, CONFIGS["topp95"], count=8)
+    rows: list[int] = []
+    forward = Model.forward
+
+    def counted(self: Model, token_ids: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        rows.append(len(token_ids))
+        return forward(self, token_ids, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Model, "forward", counted)
+    Scorer(model, backend).score(samples)
+    assert rows == [len(PROMPT) - 1, samples.token_ids.size]
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_prompts_of_any_length_share_their_pages(length: int) -> None:
+    backend = get_backend("cpp")
+    model = tiny_model(backend=backend)
+    rng = np.random.default_rng(length)
+    samples = FinishedSamples(
+        prompt_token_ids=tuple(rng.integers(97, size=length).tolist()),
+        params=UNFILTERED,
+        token_ids=rng.integers(97, size=(3, 19)),
+        draft_token_ids=np.full((3, 19), -1),
+        stream_keys=np.arange(3),
+    )
+    scorer = Scorer(model, backend, max_forward_rows=40)
+    expected = brute_force(model, samples)
+    for _ in range(2):  # the second time the cache is used again
+        assert_close(scorer.score(samples), expected)
+
+
+def test_tokens_that_the_filters_remove_are_violations() -> None:
+    backend = get_backend("cpp")
+    model = tiny_model(backend=backend)
+    rng = np.random.default_rng(3)
+    samples = dataclasses.replace(decoded(backend, CONFIGS["topk20p90"]), token_ids=rng.integers(97, size=(6, 10)))
+    law = Scorer(model, backend).score(samples)
+    expected = brute_force(model, samples)
+    assert_close(law, expected)
+    assert 0.5 < law.support_violation.mean() < 1
+
+
+def scored(law: LawColumns, generations: list[Generation]) -> ScoredTokens:
+    num_samples, num_positions = law.p_token.shape
+    origins = list(Origin)
+    whole = {
+        "origin": [[origins.index(origin) for origin in g.origins] for g in generations],
+        "token_id": [g.token_ids for g in generations],
+        "slot": [g.slots for g in generations],
+        "num_draft": [g.num_drafts for g in generations],
+        "step": [g.steps for g in generations],
+        "batch_row": [g.batch_rows for g in generations],
+        "sample": np.repeat(np.arange(num_samples), num_positions),
+        "position": np.tile(np.arange(num_positions), num_samples),
+        "batch": np.zeros(law.p_token.size),
+        "group": np.zeros(law.p_token.size),
+    }
+    columns = {f.name: getattr(law, f.name).ravel() for f in dataclasses.fields(law)}
+    drafts = columns.pop("has_draft")
+    del columns["p_draft"]
+    for name in ("q_token", "q_mean", "q_variance"):
+        columns[name] = columns[name] * drafts
+    return ScoredTokens(**columns, **{name: np.array(values).ravel() for name, values in whole.items()})
+
+
+@pytest.mark.parametrize("drafter", ["early_exit", "model"])
+def test_a_correct_decoder_follows_the_law_and_an_inflated_one_does_not(drafter: str) -> None:
+    """600 samples of 12 tokens: no test of the family below 1e-3 after Holm's correction (once in 1,000 runs; the seed
+    is fixed). The twin accepts drafts with .2 too much."""
+    backend = get_backend("cpp")
+    executor = build(backend, drafter, max_draft=3, max_batch=600)
+    draft_model = tiny_model(backend=backend, layers=2) if drafter == "model" else None
+    scorer = Scorer(executor.model, backend, draft_model=draft_model)
+    requests = requests_for([PROMPT] * 600, CONFIGS["topp95"], max_tokens=12, run="law")
+    results = {}
+    for name, fault in (("correct", None), ("inflated", get_fault("inflated_acceptance", epsilon=0.2))):
+        generations = executor.generate(requests, speculative=True, fault=fault)
+        law = scorer.score(finished(requests, generations))
+        results[name] = law_family(scored(law, generations), name)
+    assert results["correct"].flagged(1e-3) == ()
+    assert results["correct"].named("support").statistic == 0
+    assert "bias" in {e.name for e in results["inflated"].flagged(1e-3)}
+
+
+def test_the_transforms_are_uniform_and_share_no_coin_with_the_sample() -> None:
+    """Kolmogorov-Smirnov on 9,600 transforms of plain samples, and their correlation with the coins the tokens were
+    drawn with beyond what the token itself says; each claim fails once in 10,000 seeds."""
+    backend = get_backend("cpp")
+    executor = build(backend, "early_exit", max_batch=800)
+    requests = requests_for([PROMPT] * 800, UNFILTERED, max_tokens=12, run="pit")
+    samples = finished(requests, executor.generate(requests, speculative=False))
+    law = Scorer(executor.model, backend).score(samples)
+    for values in (law.pit_rank, law.pit_vocab):
+        assert stats.kstest(values.ravel(), "uniform").pvalue > 1e-4
+    drawn_with = uniforms(samples.stream_keys[:, None], np.arange(12), Purpose.PLAIN)
+    score = uniforms(samples.stream_keys[:, None], np.arange(12), Purpose.SCORE)
+    assert abs(np.corrcoef(drawn_with.ravel(), score.ravel())[0, 1]) < 3.9 / np.sqrt(score.size)
+
+
+def test_what_cannot_be_scored_is_refused_before_any_work() -> None:
+    backend = get_backend("cpp")
+    model = tiny_model(backend=backend, max_position=64)
+    samples = decoded(backend, CONFIGS["topp95"])
+    scorer = Scorer(model, backend)
+    for name, column in (("token_ids", samples.token_ids), ("draft_token_ids", samples.draft_token_ids)):
+        with pytest.raises(InvalidSetting, match=name):
+            scorer.score(dataclasses.replace(samples, **{name: np.where(column == column[0, 0], 97, column)}))
+    with pytest.raises(InvalidSetting, match="context"):
+        scorer.score(dataclasses.replace(samples, prompt_token_ids=tuple(range(60))))
+    incapable = IncapableBackend(backend, seeded_keys=frozenset())
+    with pytest.raises(UnsupportedSampling, match="min_p"):
+        Scorer(model, incapable).score(dataclasses.replace(samples, params=CONFIGS["minp05"]))
+    with pytest.raises(InvalidSetting, match="draft_token_ids"):
+        dataclasses.replace(samples, draft_token_ids=samples.draft_token_ids[:, 1:])
+    with pytest.raises(InvalidSetting, match="stream_keys"):
+        dataclasses.replace(samples, stream_keys=samples.stream_keys[1:])
+    with pytest.raises(InvalidSetting, match="prompt"):
+        dataclasses.replace(samples, prompt_token_ids=())
