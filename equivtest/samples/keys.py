@@ -9,14 +9,15 @@ from urllib.parse import quote, unquote
 from equivtest.records import ShardKey
 
 
-def shard_path(run_dir: Path, key: ShardKey) -> Path:
-    """`run_dir/samples/arm=<>/config=<>/prompt=<>/seeds=0000-0255.parquet`, the last seed included.
+def shard_path(run_dir: Path, key: ShardKey, *, kind: str = "samples") -> Path:
+    """`run_dir/<kind>/arm=<>/config=<>/prompt=<>/seeds=0000-0255.parquet`, the last seed included.
 
-    Names are percent-encoded where they hold characters that mean something in a path.
+    kind: "samples", or "law" for the law columns of the same samples. Names are percent-encoded where they hold
+    characters that mean something in a path.
     """
     return (
         run_dir
-        / "samples"
+        / kind
         / f"arm={quote(key.arm, safe='')}"
         / f"config={quote(key.config, safe='')}"
         / f"prompt={quote(key.prompt_id, safe='')}"
@@ -30,10 +31,11 @@ def find_shards(
     arms: Collection[str] | None = None,
     configs: Collection[str] | None = None,
     prompt_ids: Collection[str] | None = None,
+    kind: str = "samples",
 ) -> list[ShardKey]:
     """The shards of a run by their names, sorted; None takes every value. Contents are not looked at."""
     keys = []
-    for arm, arm_dir in _named_folders(run_dir / "samples", "arm", arms):
+    for arm, arm_dir in _named_folders(run_dir / kind, "arm", arms):
         for config, config_dir in _named_folders(arm_dir, "config", configs):
             for prompt_id, prompt_dir in _named_folders(config_dir, "prompt", prompt_ids):
                 for path in prompt_dir.glob("seeds=*-*.parquet"):

@@ -64,23 +64,30 @@ SAMPLES_SCHEMA = pa.schema(
 """The arrow schema of every samples file."""
 
 
-def schema_problem(schema: pa.Schema) -> str | None:
-    """What is wrong with the schema of a samples file, or None. Descriptions of columns are not compared."""
-    version = (schema.metadata or {}).get(VERSION_KEY)
+def schema_problem(schema: pa.Schema, expected: pa.Schema = SAMPLES_SCHEMA) -> str | None:
+    """What is wrong with the schema of a file that should have the schema `expected`, or None.
+
+    `expected` has its version as its only metadata. Descriptions of columns are not compared.
+    """
+    ((key, expected_version),) = expected.metadata.items()
+    version = (schema.metadata or {}).get(key)
     if version is None:
-        return f"no {VERSION_KEY.decode()} in its metadata: not a samples file"
-    if version != str(SCHEMA_VERSION).encode():
-        return f"schema version {version.decode(errors='replace')}, this program reads version {SCHEMA_VERSION}"
-    missing = [name for name in SAMPLES_SCHEMA.names if name not in schema.names]
+        kind = key.decode().split(".")[1]
+        return f"no {key.decode()} in its metadata: not a {kind} file"
+    if version != expected_version:
+        return (
+            f"schema version {version.decode(errors='replace')}, this program reads version {expected_version.decode()}"
+        )
+    missing = [name for name in expected.names if name not in schema.names]
     if missing:
         return f"missing columns: {', '.join(missing)}"
-    unknown = [name for name in schema.names if name not in SAMPLES_SCHEMA.names]
+    unknown = [name for name in schema.names if name not in expected.names]
     if unknown:
         return f"unknown columns: {', '.join(unknown)}"
-    if schema.names != SAMPLES_SCHEMA.names:
-        return f"columns in the order {', '.join(schema.names)}; the schema has {', '.join(SAMPLES_SCHEMA.names)}"
-    for expected in SAMPLES_SCHEMA:
-        actual = schema.field(expected.name)
-        if actual.type != expected.type:
-            return f"column {expected.name} has type {actual.type}, the schema has {expected.type}"
+    if schema.names != expected.names:
+        return f"columns in the order {', '.join(schema.names)}; the schema has {', '.join(expected.names)}"
+    for field in expected:
+        actual = schema.field(field.name)
+        if actual.type != field.type:
+            return f"column {field.name} has type {actual.type}, the schema has {field.type}"
     return None

@@ -45,16 +45,7 @@ def write_shard(run_dir: Path, key: ShardKey, generations: Sequence[Generation])
         raise InvalidShard(path, f"generations of different lengths: {', '.join(map(str, lengths))}")
     table = _to_table(path, key, generations, lengths[0])
     check_rows(path, table, key, lengths[0])
-    with atomic_file(path) as sink:
-        pq.write_table(
-            table,
-            sink,
-            version="2.6",
-            compression="zstd",
-            compression_level=_COMPRESSION_LEVEL,
-            row_group_size=_ROW_GROUP_ROWS,
-            write_page_checksum=True,
-        )
+    write_table(path, table)
     return path
 
 
@@ -85,11 +76,26 @@ def remove_stale_temporaries(run_dir: Path) -> tuple[Path, ...]:
 
     Call it before collecting: a run folder has one writer at a time.
     """
-    stale = tuple(sorted((run_dir / "samples").rglob(f".*{TEMPORARY_SUFFIX}")))
+    folders = (run_dir / kind for kind in ("samples", "law"))
+    stale = tuple(sorted(path for folder in folders for path in folder.rglob(f".*{TEMPORARY_SUFFIX}")))
     for path in stale:
         path.unlink()
         _LOG.info("removed the temporary file of a killed run: %s", path)
     return stale
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """A parquet file with page checksums that appears whole or not at all."""
+    with atomic_file(path) as sink:
+        pq.write_table(
+            table,
+            sink,
+            version="2.6",
+            compression="zstd",
+            compression_level=_COMPRESSION_LEVEL,
+            row_group_size=_ROW_GROUP_ROWS,
+            write_page_checksum=True,
+        )
 
 
 def _to_table(path: Path, key: ShardKey, generations: Sequence[Generation], num_positions: int) -> pa.Table:
@@ -100,9 +106,9 @@ def _to_table(path: Path, key: ShardKey, generations: Sequence[Generation], num_
     draft_ids = _concatenate(path, "draft_token_ids", [g.draft_token_ids for g in generations], num_rows)
     origins = [_ORIGIN_CODES[origin] for g in generations for origin in g.origins]
     columns = {
-        "arm": _constant(key.arm, num_rows),
-        "config": _constant(key.config, num_rows),
-        "prompt_id": _constant(key.prompt_id, num_rows),
+        "arm": constant_column(key.arm, num_rows),
+        "config": constant_column(key.config, num_rows),
+        "prompt_id": constant_column(key.prompt_id, num_rows),
         "seed": np.repeat(np.arange(key.seed_start, key.seed_stop), num_positions),
         "position": np.tile(np.arange(num_positions), len(generations)),
         "token_id": _concatenate(path, "token_ids", [g.token_ids for g in generations], num_rows),
@@ -130,7 +136,8 @@ def _concatenate(
     return joined
 
 
-def _constant(value: str, num_rows: int) -> pa.DictionaryArray:
+def constant_column(value: str, num_rows: int) -> pa.DictionaryArray:
+    """One name for every row."""
     return _dictionary(np.zeros(num_rows, dtype=np.int32), [value])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,11 @@ from equivtest.samples.schema import NULLABLE, SAMPLES_SCHEMA, schema_problem
 BoolArray = npt.NDArray[np.bool_]
 
 
-def read_shard_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+def read_shard_table(path: Path, columns: list[str] | None = None, *, schema: pa.Schema = SAMPLES_SCHEMA) -> pa.Table:
     """The table of one shard. Raises InvalidShard when the file is absent, damaged or of another schema."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            problem = schema_problem(file.schema_arrow)
+            problem = schema_problem(file.schema_arrow, schema)
             table = None if problem else file.read(columns, use_threads=False)
     except FileNotFoundError as absent:
         raise InvalidShard(path, "no such file") from absent
@@ -41,19 +41,24 @@ def check_rows(path: Path, table: pa.Table, key: ShardKey, num_positions: int) -
 
 def _problems(table: pa.Table, key: ShardKey, num_positions: int) -> Iterator[str]:
     """Problems in an order in which each check may rely on the ones before it."""
-    for name in SAMPLES_SCHEMA.names:
-        if name not in NULLABLE and table.column(name).null_count:
+    yield from key_problems(table, key, num_positions, NULLABLE)
+    rows = _Rows(table)
+    for claim, broken in rows.broken_claims(key):
+        if broken.any():
+            row = int(np.argmax(broken))
+            yield f"{claim}: {int(broken.sum())} rows, first at seed {rows.seed[row]}, position {rows.position[row]}"
+
+
+def key_problems(table: pa.Table, key: ShardKey, num_positions: int, nullable: Collection[str]) -> Iterator[str]:
+    """Nulls where none may be, names that are not the key's, and a grid of seeds and positions that is not whole."""
+    for name in table.column_names:
+        if name not in nullable and table.column(name).null_count:
             yield f"{table.column(name).null_count} nulls in column {name}"
     for name in ("arm", "config", "prompt_id"):
         wrong = sorted(set(pc.unique(table.column(name)).to_pylist()) - {getattr(key, name)})
         if wrong:
             yield f"{name} {wrong[0]!r} in a shard of {name} {getattr(key, name)!r}"
     yield from _grid_problems(table, key, num_positions)
-    rows = _Rows(table)
-    for claim, broken in rows.broken_claims(key):
-        if broken.any():
-            row = int(np.argmax(broken))
-            yield f"{claim}: {int(broken.sum())} rows, first at seed {rows.seed[row]}, position {rows.position[row]}"
 
 
 def _grid_problems(table: pa.Table, key: ShardKey, num_positions: int) -> Iterator[str]:
