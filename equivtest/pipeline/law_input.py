@@ -1,0 +1,64 @@
+"""From the samples and law files of a run to what the law family takes. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from equivtest.errors import MissingSamples
+from equivtest.protocol.plan import Batch
+from equivtest.records import Origin, ShardKey
+from equivtest.samples.keys import shard_path
+from equivtest.samples.law import LAW_SCHEMA
+from equivtest.samples.validate import read_shard_table
+from equivtest.stats.scored import ScoredTokens
+
+_SAMPLE_COLUMNS = ("seed", "position", "token_id", "slot", "num_draft", "step", "batch_row")
+_LAW_COLUMNS = ("p_token", "pit_rank", "pit_vocab", "entropy", "var_surprisal")
+_DRAFT_COLUMNS = ("q_token", "q_mean", "q_variance")
+
+
+def read_scored_tokens(run_dir: Path, batches: Iterable[Batch], num_positions: int) -> ScoredTokens:
+    """Every token of the batches, in their order. A batch is one `generate` call, a group one (arm, config, prompt).
+
+    Raises MissingSamples for no batch, InvalidShard when a file is absent, damaged or not of the same tokens.
+    """
+    parts: list[dict[str, npt.NDArray[np.generic]]] = []
+    groups: dict[tuple[str, str, str], int] = {}
+    for batch_index, batch in enumerate(batches):
+        for key in batch:
+            group = groups.setdefault((key.arm, key.config, key.prompt_id), len(groups))
+            part = _read_shard(run_dir, key, num_positions)
+            ones = np.ones(len(part["position"]), np.int64)
+            # Seeds are below 2**31, so group and seed make one number.
+            sample = part.pop("seed").astype(np.int64) + (group << 32)
+            parts.append(part | {"sample": sample, "batch": ones * batch_index, "group": ones * group})
+    if not parts:
+        raise MissingSamples("no batch to read", "ask for at least one")
+    return ScoredTokens(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def _read_shard(run_dir: Path, key: ShardKey, num_positions: int) -> dict[str, npt.NDArray[np.generic]]:
+    samples = read_shard_table(shard_path(run_dir, key), [*_SAMPLE_COLUMNS, "origin"])
+    law_path = shard_path(run_dir, key, kind="law")
+    law = read_shard_table(
+        law_path,
+        ["seed", "position", "token_id", *_LAW_COLUMNS, *_DRAFT_COLUMNS, "support_violation"],
+        schema=LAW_SCHEMA,
+    )
+    if samples.num_rows != key.num_seeds * num_positions or any(
+        not samples.column(name).equals(law.column(name)) for name in ("seed", "position", "token_id")
+    ):
+        raise MissingSamples(f"law columns of the samples of {law_path}", "score the run again")
+    origin = pc.index_in(samples.column("origin").cast(pa.string()), value_set=pa.array([str(o) for o in Origin]))
+    return {
+        **{name: samples.column(name).to_numpy() for name in _SAMPLE_COLUMNS},
+        **{name: law.column(name).to_numpy() for name in (*_LAW_COLUMNS, "support_violation")},
+        **{name: pc.fill_null(law.column(name), 0.0).to_numpy() for name in _DRAFT_COLUMNS},
+        "origin": origin.to_numpy(),
+    }
