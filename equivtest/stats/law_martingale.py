@@ -13,6 +13,7 @@ is not: among recovered tokens no token equals its draft.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 from scipy import special
@@ -20,6 +21,10 @@ from scipy import special
 from equivtest.errors import InsufficientSamples
 from equivtest.records import Evidence, Origin
 from equivtest.stats.scored import ORIGIN_CODES, Bools, Floats, ScoredTokens
+
+SlotKind = Literal["draft", "bonus", "plain"]
+SLOT_KINDS: tuple[SlotKind, ...] = ("draft", "bonus", "plain")
+"""Kinds of slots: where a draft is on offer, after full acceptance, and where no draft is offered."""
 
 MAX_WEIGHT = 20.0
 """Cap of the bias test's weight 1 / Var f: a draft that is nearly never or nearly always right counts no more."""
@@ -65,7 +70,7 @@ def bias(tokens: ScoredTokens, stratum: str, *, margin: float | None = None, slo
     )
 
 
-def surprisal(tokens: ScoredTokens, stratum: str, *, kind: str) -> Evidence:
+def surprisal(tokens: ScoredTokens, stratum: str, *, kind: SlotKind) -> Evidence:
     """Is -ln p_t(y) as large as its entropy says? f = -ln p_t(y), w = 1, on slots of one kind: draft, bonus or plain.
 
     The estimate is the mean excess in nats: positive when tokens are less likely than they should be (too hot, filters
@@ -114,11 +119,7 @@ def lag(tokens: ScoredTokens, stratum: str, *, previous: Origin) -> Evidence:
     )
 
 
-SLOT_KINDS = ("draft", "bonus", "plain")
-"""Kinds of slots: where a draft is on offer, after full acceptance, and where no draft is offered."""
-
-
-def slots_of_kind(tokens: ScoredTokens, kind: str) -> Bools:
+def slots_of_kind(tokens: ScoredTokens, kind: SlotKind) -> Bools:
     """The tokens on slots of that kind, which is known before they are drawn."""
     draft, bonus = tokens.has_draft, tokens.is_bonus_slot
     return {"draft": draft, "bonus": bonus, "plain": ~draft & ~bonus}[kind]
