@@ -13,7 +13,7 @@ from equivtest.stats.law import LawResult, law_family
 from equivtest.stats.law_martingale import bias
 from tests.stats.law_sampler import Fault, even_world, make_world, simulate
 
-NUM_REPLICATIONS = 1_200
+NUM_REPLICATIONS = 1_000
 UNIFORM = (
     *("bias", "bias_slot_0", "bias_slot_1", "surprisal_draft", "surprisal_bonus", "surprisal_plain", "rank", "vocab"),
     *("lag_accepted", "lag_recovered", "lag_bonus", "lag_plain", "rows"),
@@ -37,7 +37,7 @@ def results(sampled_draft: bool) -> list[LawResult]:
 
 @pytest.mark.parametrize("sampled_draft", [False, True], ids=["greedy draft", "sampled draft"])
 def test_every_test_of_the_family_holds_its_level(sampled_draft: bool) -> None:
-    """1,200 correct runs of 3,200 tokens. 5 % and 1 % must lie in the exact 99.99 % interval of the rejections of each
+    """1,000 correct runs of 3,200 tokens. 5 % and 1 % must lie in the exact 99.99 % interval of the rejections of each
     of 13 tests: 52 checks over both drafts, together wrong in under 6 in 1,000."""
     p_values = defaultdict(list)
     for result in results(sampled_draft):
@@ -62,7 +62,7 @@ def test_the_family_stops_a_correct_sampler_in_at_most_its_level(sampled_draft: 
 
 
 def test_intervals_of_the_bias_hold_its_truth_with_and_without_a_fault() -> None:
-    """95 % intervals of the bias, 1,200 runs, exact 99.99 % interval of the coverage. In the even world every excess is
+    """95 % intervals of the bias, 1,000 runs, exact 99.99 % interval of the coverage. In the even world every excess is
     exactly epsilon."""
     for epsilon in (0.0, 0.05):
         simulation = simulate(even_world(3), NUM_REPLICATIONS, fault=Fault(epsilon=epsilon), seed=4)
