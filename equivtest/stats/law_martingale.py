@@ -93,19 +93,23 @@ def surprisal(tokens: ScoredTokens, stratum: str, *, kind: SlotKind) -> Evidence
 
 
 def lag(tokens: ScoredTokens, stratum: str, *, previous: Origin) -> Evidence:
-    """Does what was drawn for the token before decide whether this draft is kept? f = q_t(y), w = PIT of y_{t-1} - 1/2.
+    """Does the draw of the token before decide whether this draft is kept? f = q_t(y), w = PIT of y_{t-1}, centred.
 
     The PIT is in vocabulary order, the order in which draws invert the distribution function, so it carries the coin of
-    the token before; on draft slots after a token of one origin. The estimate is the slope: by how much the probability
-    of the draft changes from the lowest to the highest coin.
+    the token before; on draft slots after a token of one origin. Given that origin it is not uniform, so it is centred
+    at its mean over these slots, which keeps a plain bias out of the sum; the mean is not known before the draws, but
+    its own error adds a term that is bounded while the sum grows as the root of the number of tokens. The estimate is
+    the slope: by how much the probability of the draft changes from the lowest to the highest coin.
     """
     name = f"lag_{previous}"
     chosen = tokens.has_draft & tokens.continues & (tokens.q_variance > 0)
     chosen[1:] &= tokens.origin[:-1] == ORIGIN_CODES[previous]
     here = np.flatnonzero(chosen)
-    weight = tokens.pit_vocab[here - 1] - 0.5
+    _require_tokens(name, len(here))
+    weight = tokens.pit_vocab[here - 1]
+    weight = weight - weight.mean()
     variance = tokens.q_variance[here]
-    # The weights are as often positive as negative, so what is left of the shape of S is its kurtosis.
+    # The weights are positive about as often as negative, so what is left of the shape of S is its kurtosis.
     _require_light_tails(name, weight**2 * variance, weight**4 * variance)
     return _z_test(
         name,
@@ -177,7 +181,10 @@ def _require_light_tails(name: str, variances: Floats, fourth_moments: Floats) -
     """The same for a symmetric S, by its kurtosis."""
     have = len(variances)
     _require_tokens(name, have)
-    kurtosis = float(fourth_moments.sum()) / float(variances.sum()) ** 2
+    total = float(variances.sum())
+    if total == 0:  # every token before has the same transform: there is no contrast yet
+        raise InsufficientSamples(f"law/{name} (tokens with an open outcome)", have, have + 1)
+    kurtosis = float(fourth_moments.sum()) / total**2
     if kurtosis > _MAX_KURTOSIS:
         need = math.ceil(have * kurtosis / _MAX_KURTOSIS)
         raise InsufficientSamples(f"law/{name} (tokens with an open outcome)", have, need)

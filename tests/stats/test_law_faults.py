@@ -38,6 +38,12 @@ CASES = {
         {"bias"},
         {"surprisal_bonus", "surprisal_plain", "lag_recovered", "rows", "duplicates", "support"},
     ),
+    "inflated acceptance where laws differ": (
+        Fault(epsilon=0.08),
+        False,
+        {"bias"},
+        {"surprisal_bonus", "surprisal_plain", "lag_accepted", "lag_recovered", "lag_bonus", "lag_plain", "rows"},
+    ),
     "deflated acceptance": (Fault(epsilon=-0.08), True, {"bias"}, {"surprisal_bonus", "surprisal_plain", "support"}),
     "bonus from the wrong row": (
         Fault(bonus_from_wrong_row=True),

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from equivtest.errors import InsufficientSamples, InvalidSetting
+from equivtest.records import Origin
 from equivtest.stats.law import LawMargins, LawResult, law_family
 from equivtest.stats.law_counts import duplicates
-from equivtest.stats.law_martingale import bias, surprisal
+from equivtest.stats.law_martingale import bias, lag, surprisal
 from equivtest.stats.law_uniform import dkw_half_width, neighbours, pit, rows, sup_distance
 from equivtest.stats.scored import ScoredTokens
 from tests.stats.law_sampler import Fault, make_world, simulate
@@ -170,6 +171,12 @@ def test_a_bias_carried_by_a_few_rare_drafts_is_refused() -> None:
     rare = changed(scored, q_mean=scored.has_draft * 0.002, q_variance=scored.has_draft * 0.002 * 0.998)
     with pytest.raises(InsufficientSamples, match="bias"):
         bias(rare, "on")
+
+
+def test_a_lag_without_contrast_is_refused() -> None:
+    scored = tokens()
+    with pytest.raises(InsufficientSamples, match="lag_recovered"):
+        lag(changed(scored, pit_vocab=np.full(scored.num_tokens, 0.5)), "on", previous=Origin.RECOVERED)
 
 
 def test_greedy_decoding_leaves_what_cannot_vary_out_and_says_so() -> None:
