@@ -9,7 +9,7 @@ import equivtest
 
 PACKAGE = Path(equivtest.__file__).parent
 LEAVES = {"errors", "files", "records", "rng", "resources", "__init__", "__main__"}
-HEAVY = {"torch", "pyarrow", "pandas", "transformers", "matplotlib", "scipy", "statsmodels"}
+HEAVY = {"torch", "pyarrow", "pandas", "transformers", "matplotlib", "scipy"}
 
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     # room: (rooms, heavy third-party packages) beyond the leaves
@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "engines": ({"decoder", "protocol", "kernels"}, {"torch"}),
     "faults": ({"decoder", "kernels"}, {"torch"}),
     "samples": (set(), {"pyarrow"}),
-    "stats": (set(), {"scipy", "statsmodels"}),
+    "stats": (set(), {"scipy"}),
     "verdict": ({"protocol", "stats"}, set()),
     "report": (set(), {"pandas", "pyarrow", "matplotlib"}),
     "bench": ({"kernels", "decoder", "engines", "protocol"}, {"torch", "transformers"}),

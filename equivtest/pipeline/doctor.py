@@ -15,7 +15,7 @@ from equivtest.errors import EquivtestError, KernelUnavailable
 from equivtest.kernels.registry import get_backend, known_backends, resolve_auto
 from equivtest.pipeline.manifest import describe_code, describe_machine
 
-_PACKAGES = ("torch", "numpy", "scipy", "statsmodels", "pyarrow", "tokenizers", "gguf", "transformers")
+_PACKAGES = ("torch", "numpy", "scipy", "pyarrow", "tokenizers", "gguf", "transformers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
