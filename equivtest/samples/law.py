@@ -21,7 +21,7 @@ from equivtest.records import LawColumns, ShardKey
 from equivtest.samples.keys import find_shards, shard_path
 from equivtest.samples.schema import SAMPLES_SCHEMA
 from equivtest.samples.shards import constant_column, write_table
-from equivtest.samples.validate import key_problems, read_shard_table
+from equivtest.samples.validate import key_problems, read_keyed_table, read_shard_table
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,7 +134,8 @@ def read_law(
 ) -> pa.Table:
     """Law rows of a run, sorted by (arm, config, prompt_id, seed, position): row for row those of `read_samples`.
 
-    Raises UnknownName for a column, MissingSamples when no file matches, InvalidShard for a damaged one.
+    Raises UnknownName for a column, MissingSamples when no file matches, InvalidShard for one that is damaged or
+    holds the rows of another key than its path names.
     """
     for name in columns or ():
         if name not in LAW_SCHEMA.names:
@@ -142,8 +143,7 @@ def read_law(
     keys = find_shards(run_dir, arms=arms, configs=configs, prompt_ids=prompt_ids, kind="law")
     if not keys:
         raise MissingSamples(missing=f"no law columns in {run_dir} for what was asked", remedy="score the run first")
-    wanted = None if columns is None else list(columns)
-    tables = [read_shard_table(shard_path(run_dir, key, kind="law"), wanted, schema=LAW_SCHEMA) for key in keys]
+    tables = [read_keyed_table(shard_path(run_dir, key, kind="law"), key, columns, schema=LAW_SCHEMA) for key in keys]
     return pa.concat_tables(tables).unify_dictionaries()
 
 

@@ -14,7 +14,7 @@ from equivtest.records import ShardKey
 from equivtest.samples.codes import sorted_codes
 from equivtest.samples.keys import find_shards, shard_path
 from equivtest.samples.schema import SAMPLES_SCHEMA
-from equivtest.samples.validate import read_shard_table
+from equivtest.samples.validate import read_keyed_table
 
 
 def read_samples(
@@ -28,7 +28,8 @@ def read_samples(
     """Every sample row of a run, sorted by (arm, config, prompt_id, seed, position); None takes everything.
 
     String columns are dictionary-encoded with one dictionary each, so `.to_pandas()` gives categories.
-    Raises UnknownName for a column, MissingSamples when no shard matches, InvalidShard for a damaged one.
+    Raises UnknownName for a column, MissingSamples when no shard matches, InvalidShard for one that is damaged
+    or holds the samples of another key than its path names.
     """
     if columns is not None:
         for name in columns:
@@ -39,8 +40,7 @@ def read_samples(
         asked = {"arms": arms, "configs": configs, "prompt_ids": prompt_ids}
         filters = "".join(f", {name} {sorted(values)}" for name, values in asked.items() if values is not None)
         raise MissingSamples(missing=f"no samples in {run_dir}{filters}", remedy="collect them first")
-    wanted = None if columns is None else list(columns)
-    tables = [read_shard_table(shard_path(run_dir, key), wanted) for key in keys]
+    tables = [read_keyed_table(shard_path(run_dir, key), key, columns) for key in keys]
     return pa.concat_tables(tables).unify_dictionaries()
 
 
@@ -50,7 +50,7 @@ def read_arm_tokens(
     """Token ids [len(seeds), num_positions] of one arm at one (config, prompt), rows in the order of `seeds`.
 
     Seeds outside the range that its shards also hold are left out. Raises MissingSamples when a row lacks, InvalidShard
-    when a shard is damaged or holds a token twice.
+    when a shard is damaged, holds a token twice, or holds the samples of another key than its path names.
     """
     if seeds.step != 1 or not seeds or num_positions < 1:
         raise InvalidSetting(
@@ -75,7 +75,7 @@ def read_arm_tokens(
 
 def _place_tokens(tokens: npt.NDArray[np.int32], path: Path, key: ShardKey, seeds: range, num_positions: int) -> None:
     """Write one shard's tokens to their places in the flat array `tokens`, in place."""
-    table = read_shard_table(path, ["seed", "position", "token_id"])
+    table = read_keyed_table(path, key, ["seed", "position", "token_id"])
     seed, position, token = (table.column(name).to_numpy() for name in table.column_names)
     inside = (seed >= seeds.start) & (seed < seeds.stop) & (position >= 0) & (position < num_positions)
     place = (seed[inside].astype(np.int64) - seeds.start) * num_positions + position[inside]

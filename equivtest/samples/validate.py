@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,8 @@ from equivtest.records import Arm, Origin, ShardKey
 from equivtest.samples.schema import NULLABLE, SAMPLES_SCHEMA, schema_problem
 
 BoolArray = npt.NDArray[np.bool_]
+
+_KEY_NAMES = ("arm", "config", "prompt_id")
 
 
 def read_shard_table(path: Path, columns: list[str] | None = None, *, schema: pa.Schema = SAMPLES_SCHEMA) -> pa.Table:
@@ -31,6 +33,21 @@ def read_shard_table(path: Path, columns: list[str] | None = None, *, schema: pa
     if problem is not None:
         raise InvalidShard(path, problem)
     return table
+
+
+def read_keyed_table(
+    path: Path, key: ShardKey, columns: Sequence[str] | None = None, *, schema: pa.Schema = SAMPLES_SCHEMA
+) -> pa.Table:
+    """The table of one shard (None: all columns), once its rows name the key and its first and last seed.
+
+    A file that was copied or renamed to the path of another key is refused. Raises InvalidShard for that, and as
+    `read_shard_table` does. The grid of seeds and positions is left to `check_rows`.
+    """
+    wanted = schema.names if columns is None else list(dict.fromkeys(columns))
+    table = read_shard_table(path, list(dict.fromkeys([*wanted, *_KEY_NAMES, "seed"])), schema=schema)
+    for problem in (*_name_problems(table, key), *_seed_range_problems(table, key)):
+        raise InvalidShard(path, problem)
+    return table.select(wanted)
 
 
 def check_rows(path: Path, table: pa.Table, key: ShardKey, num_positions: int) -> None:
@@ -54,11 +71,24 @@ def key_problems(table: pa.Table, key: ShardKey, num_positions: int, nullable: C
     for name in table.column_names:
         if name not in nullable and table.column(name).null_count:
             yield f"{table.column(name).null_count} nulls in column {name}"
-    for name in ("arm", "config", "prompt_id"):
-        wrong = sorted(set(pc.unique(table.column(name)).to_pylist()) - {getattr(key, name)})
+    yield from _name_problems(table, key)
+    yield from _grid_problems(table, key, num_positions)
+
+
+def _name_problems(table: pa.Table, key: ShardKey) -> Iterator[str]:
+    """Names that are not the key's, a null included."""
+    for name in _KEY_NAMES:
+        wrong = sorted(set(pc.unique(table.column(name)).to_pylist()) - {getattr(key, name)}, key=str)
         if wrong:
             yield f"{name} {wrong[0]!r} in a shard of {name} {getattr(key, name)!r}"
-    yield from _grid_problems(table, key, num_positions)
+
+
+def _seed_range_problems(table: pa.Table, key: ShardKey) -> Iterator[str]:
+    """A first or last seed that is not the key's."""
+    seeds = pc.min_max(table.column("seed")).as_py()
+    if (seeds["min"], seeds["max"]) != (key.seed_start, key.seed_stop - 1):
+        held = "no seeds" if seeds["min"] is None else f"seeds {seeds['min']}..{seeds['max']}"
+        yield f"{held} in a shard of seeds {key.seed_start}..{key.seed_stop - 1}"
 
 
 def _grid_problems(table: pa.Table, key: ShardKey, num_positions: int) -> Iterator[str]:

@@ -140,3 +140,12 @@ def test_law_files_are_found_apart_from_samples_and_their_temporaries_are_cleane
         read_law(tmp_path, arms=["off"])
     with pytest.raises(UnknownName, match="law column"):
         read_law(tmp_path, ["slot"])
+
+
+def test_a_law_file_copied_over_another_is_refused_when_read(tmp_path: Path) -> None:
+    keys = [dataclasses.replace(KEY, prompt_id=prompt_id) for prompt_id in ("chat", "story")]
+    chat, story = (write_both(tmp_path, key) for key in keys)
+    assert read_law(tmp_path, ["p_token"]).num_rows == 2 * KEY.num_seeds * NUM_POSITIONS
+    chat.write_bytes(story.read_bytes())
+    with pytest.raises(InvalidShard, match="prompt_id 'story' in a shard of prompt_id 'chat'"):
+        read_law(tmp_path, ["p_token"])

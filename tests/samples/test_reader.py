@@ -77,6 +77,53 @@ def test_a_damaged_shard_is_refused_when_read(run_dir: Path) -> None:
     assert tokens_of(run_dir, range(0, 4)).shape == (4, NUM_POSITIONS)
 
 
+def assert_refused_when_read(run_dir: Path, words: str) -> None:
+    """Both readers refuse the shards of KEY's cell family, whether or not the key columns are asked for."""
+    with pytest.raises(InvalidShard, match=words):
+        tokens_of(run_dir, range(0, 8))
+    for columns in (None, ["token_id"]):
+        with pytest.raises(InvalidShard, match=words):
+            read_samples(run_dir, columns, arms=["on"], configs=["topp95"], prompt_ids=["story"])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"prompt_id": "code"}, "prompt_id 'code' in a shard of prompt_id 'story'"),
+        ({"config": "topk50"}, "config 'topk50' in a shard of config 'topp95'"),
+        ({"arm": "off"}, "arm 'off' in a shard of arm 'on'"),
+        ({"seed_start": 0, "seed_stop": 4}, r"seeds 0\.\.3 in a shard of seeds 4\.\.7"),
+    ],
+    ids=["prompt", "config", "arm", "seeds"],
+)
+def test_a_shard_copied_over_another_is_refused_when_read(run_dir: Path, other: dict[str, object], words: str) -> None:
+    source, target = shard_path(run_dir, replace(KEY, **other)), shard_path(run_dir, KEY)
+    target.write_bytes(source.read_bytes())
+    assert_refused_when_read(run_dir, rf"seeds=0004-0007\.parquet: {words}")
+
+
+@pytest.mark.parametrize(("start", "stop"), [(4, 7), (5, 8), (4, 9), (3, 8)])
+def test_a_shard_renamed_to_other_seeds_is_refused_when_read(run_dir: Path, start: int, stop: int) -> None:
+    path = shard_path(run_dir, KEY)
+    path.rename(shard_path(run_dir, replace(KEY, seed_start=start, seed_stop=stop)))
+    assert_refused_when_read(run_dir, rf"seeds 4\.\.7 in a shard of seeds {start}\.\.{stop - 1}")
+
+
+def test_a_shard_in_a_renamed_folder_is_refused_when_read(run_dir: Path) -> None:
+    folder = shard_path(run_dir, KEY).parent
+    folder.rename(folder.with_name("prompt=chat"))
+    with pytest.raises(InvalidShard, match="prompt_id 'story' in a shard of prompt_id 'chat'"):
+        tokens_of(run_dir, range(0, 8), prompt_id="chat")
+    with pytest.raises(InvalidShard, match="prompt_id 'story' in a shard of prompt_id 'chat'"):
+        read_samples(run_dir, ["token_id"])
+
+
+def test_a_shard_without_rows_is_refused_when_read(run_dir: Path) -> None:
+    path = shard_path(run_dir, KEY)
+    pq.write_table(pq.read_table(path, partitioning=None).slice(0, 0), path)
+    assert_refused_when_read(run_dir, r"no seeds in a shard of seeds 4\.\.7")
+
+
 @pytest.mark.parametrize("seeds", [range(0), range(0, 8, 2)])
 def test_seeds_must_be_consecutive(run_dir: Path, seeds: range) -> None:
     with pytest.raises(InvalidSetting):
