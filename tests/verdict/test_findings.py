@@ -58,6 +58,8 @@ def test_confirmation_is_bonferroni_over_the_tested_cells():
 def test_confirmation_by_permutation_resolves_its_level():
     stage_2 = confirmation([SAME] * 3, [MOVED, SAME, SAME], CELLS[:3], exact=True, rng=np.random.default_rng(2))
     assert [flag.place for flag in stage_2.confirmed] == [Place(*CELLS[0])]
+    # No permutation of 9,999 comes near this cell, and its p-value is not 0 for that.
+    assert stage_2.smallest_p == pytest.approx(3 / 10_000)
 
 
 def test_cells_must_name_the_result():
