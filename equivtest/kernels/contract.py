@@ -172,9 +172,10 @@ class KernelBackend(Protocol):
         (from p itself in the one case where rounding leaves that residual empty); full acceptance draws from row
         num_draft with the BONUS coin of position + num_draft; num_draft 0 draws from row 0 with the PLAIN coin.
 
-        Rows need not sum to 1: every draw is relative to its row's sum. Raises InvalidKernelInput naming the row,
-        before anything is written, for a negative or non-finite entry among those it looks at (every draft's own
-        entries, and all of the rows it draws from) and for a row without mass.
+        p and q must be normalised to rounding, which is not checked: acceptance and the residual take them as they
+        are. Draws are relative to the row's sum, so that this rounding does not matter to them. Raises
+        InvalidKernelInput naming the row, before anything is written, for a negative or non-finite entry among those
+        it looks at (every draft's own entries, and all of the rows it draws from) and for a row without mass.
         """
         ...
 
@@ -335,10 +336,11 @@ def check_paged_attention(
     _check_dtype(op, "kv_pages", kv_pages, query.dtype)
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise InvalidKernelInput(op, f"head_dim must be in 1..{MAX_HEAD_DIM}", value=head_dim)
-    if num_kv_heads == 0 or page_size == 0 or num_heads % num_kv_heads:
-        raise InvalidKernelInput(
-            op, "num_heads must be a multiple of num_kv_heads, page_size above 0", value=tuple(kv_pages.shape)
-        )
+    if num_heads == 0 or num_kv_heads == 0 or page_size == 0:
+        problem = "num_heads, num_kv_heads and page_size must be above 0"
+        raise InvalidKernelInput(op, problem, value=(num_heads, num_kv_heads, page_size))
+    if num_heads % num_kv_heads:
+        raise InvalidKernelInput(op, "num_heads must be a multiple of num_kv_heads", value=(num_heads, num_kv_heads))
     _check_shape(op, "kv_pages", kv_pages, (num_pages, 2, page_size, num_kv_heads, head_dim))
     _check_shape(op, "kv_lens", kv_lens, (batch,))
     _check_shape(op, "query_start", query_start, (batch + 1,))
@@ -389,7 +391,8 @@ def _check_streams(op: str, streams: Streams, batch: int, max_draft: int) -> Non
         op,
         "streams.positions must be a 32-bit count",
         streams.positions,
-        (streams.positions < 0) | (streams.positions + max_draft >= 2**32),
+        # Not positions + max_draft, which wraps around near 2**63.
+        (streams.positions < 0) | (streams.positions >= 2**32 - max_draft),
     )
 
 

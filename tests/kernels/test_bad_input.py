@@ -156,6 +156,8 @@ ACCEPT_CASES: dict[str, tuple[Change, str, int | None, float | None]] = {
     "num_draft negative": (put("num_draft", 0, -1), "num_draft", 0, -1),
     "position negative": (put("streams.positions", 2, -1), "positions", 2, -1),
     "position past 32 bits": (put("streams.positions", 2, 2**32), "positions", 2, 2**32),
+    "last draft past 32 bits": (put("streams.positions", 2, 2**32 - DRAFT), "positions", 2, 2**32 - DRAFT),
+    "position that wraps around": (put("streams.positions", 2, 2**63 - 1), "positions", 2, 2**63 - 1),
     "vocab 0": (swap("target_probs", lambda x: x[..., :0]), "vocab_size", None, None),
     "target rank": (swap("target_probs", lambda x: x[0]), "target_probs", None, None),
     "target dtype": (swap("target_probs", lambda x: x.bfloat16()), "target_probs", None, None),
@@ -197,6 +199,12 @@ def test_spec_accept_takes_the_call_that_the_cases_spoil(backend: KernelBackend)
     assert ((result.output_token_ids >= -1) & (result.output_token_ids < VOCAB)).all()
 
 
+def test_spec_accept_takes_the_last_position_whose_drafts_fit(backend: KernelBackend) -> None:
+    call = accept_call()
+    call["streams"].positions[2] = 2**32 - DRAFT - 1
+    assert (backend.spec_accept(**call).output_token_ids < VOCAB).all()
+
+
 def test_the_lowest_wrong_row_is_named_first(backend: KernelBackend) -> None:
     call = accept_call()
     call["target_probs"][[1, 3]] = math.nan
@@ -217,6 +225,8 @@ SAMPLE_CASES: dict[str, tuple[Change, str, int | None, float | None]] = {
     "out strided": (swap("out", lambda x: x.repeat_interleave(2)[::2]), "contiguous", None, None),
     "keys shape": (swap("streams.keys", lambda x: x[:-1]), "keys", None, None),
     "position negative": (put("streams.positions", 1, -3), "positions", 1, -3),
+    "position past 32 bits": (put("streams.positions", 1, 2**32), "positions", 1, 2**32),
+    "position at the end of 64 bits": (put("streams.positions", 1, 2**63 - 1), "positions", 1, 2**63 - 1),
 }
 
 

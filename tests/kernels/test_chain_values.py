@@ -135,7 +135,23 @@ def test_a_residual_that_rounding_left_empty_draws_from_p(backend: KernelBackend
     assert one_hot.output_token_ids[one_hot.emitted == 0, 0].unique().tolist() == [0]
 
 
-def test_a_row_need_not_sum_to_1(backend: KernelBackend) -> None:
+def test_draws_are_relative_to_the_row_s_sum_and_acceptance_is_not(backend: KernelBackend) -> None:
+    batch = 400
+    target, draft = torch.zeros(batch, 2, 4), torch.zeros(batch, 1, 4)
+    target[:] = torch.tensor([0.25, 0.25, 0.0, 0.5])
+    draft[:] = torch.tensor([0.75, 0.0, 0.25, 0.0])
+    rows = streams(batch, position=5)
+    result = accept(backend, [[0]] * batch, target, draft, rows=rows)
+    bonus = result.output_token_ids[result.emitted == 1, 1]
+    doubled = accept(backend, [[0]] * batch, 2 * target, draft, rows=rows)
+    u = uniforms(rows.keys.numpy(), rows.positions.numpy(), Purpose.ACCEPT)
+    np.testing.assert_array_equal(result.emitted.numpy() == 1, u * 0.75 < 0.25)
+    np.testing.assert_array_equal(doubled.emitted.numpy() == 1, u * 0.75 < 0.5)
+    assert torch.equal(doubled.output_token_ids[result.emitted == 1, 1], bonus)
+    assert set(bonus.tolist()) == {0, 1, 3}
+
+
+def test_an_inflated_target_entry_makes_its_draft_certain(backend: KernelBackend) -> None:
     # A planted fault inflates p[d] in place: the draft is then certain, and nothing else changes.
     target = torch.tensor([[[1.5, 0.25, 0.25], [0.0, 6.0, 0.0]]]).repeat(100, 1, 1)
     assert accept(backend, [[0]] * 100, target).output_token_ids.tolist() == [[0, 1]] * 100

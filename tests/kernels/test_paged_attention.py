@@ -173,7 +173,10 @@ BAD_CALLS = {
     "query device": ("query", lambda x: x.to("meta"), "device", None),
     "pages dtype": ("kv_pages", lambda x: x.bfloat16(), "kv_pages", None),
     "pages shape": ("kv_pages", lambda x: x[:, :1], "kv_pages", None),
-    "heads": ("query", lambda x: x[:, :3], "num_heads", None),
+    "heads": ("query", lambda x: x[:, :3], "num_heads must be a multiple", None),
+    "no heads": ("query", lambda x: x[:, :0], "num_heads, num_kv_heads and page_size must be above 0", None),
+    "no kv heads": ("kv_pages", lambda x: x[:, :, :, :0], "num_heads, num_kv_heads and page_size", None),
+    "pages of nothing": ("kv_pages", lambda x: x[:, :, :0], "num_heads, num_kv_heads and page_size", None),
 }
 
 

@@ -2,7 +2,8 @@
 //
 // Source: Leviathan, Kalman & Matias 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318),
 // algorithm 2. Draft i is accepted when u * q(d) < p(d); the first rejection draws from relu(p - q), renormalised;
-// full acceptance draws one more token from the target. Rows need not sum to 1: every draw is relative to its row's sum.
+// full acceptance draws one more token from the target. p and q must be normalised to rounding: acceptance and the
+// residual take them as they are. Draws are relative to the row's sum, so that this rounding does not matter to them.
 #pragma once
 
 #include <cstdint>
