@@ -31,13 +31,18 @@ class DecoderEngine:
 
     @classmethod
     def open(cls, options: EngineOptions, *, on_message: Callable[[str], None] | None = None) -> DecoderEngine:
-        """Fetch and load the model. `on_message` gets a line where something takes long.
+        """Fetch and load the model.
+
+        `on_message` gets a line where something takes long, and one that says which kernels "auto" stands for.
 
         Raises ModelUnavailable, ChecksumMismatch, UnsupportedModel, KernelUnavailable, UnknownName or InvalidSetting.
         """
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         kernels, refused = resolve_auto() if options.kernels == "auto" else (options.kernels, {})
+        if options.kernels == "auto" and on_message is not None:
+            reasons = (f"; {other} is not available: {reason}" for other, reason in refused.items())
+            on_message(f"kernels: {kernels}{''.join(reasons)}")
         backend = get_backend(kernels)
         # What is wrong with the request is said before the model is fetched.
         acceptance_rule(options.acceptance, backend)

@@ -45,12 +45,15 @@ def cache_dir() -> Path:
 def load_extension(cache: Path) -> Path:
     """Load the library that this machine needs from `cache`, building it first if it is not there. Returns its path.
 
-    A build is announced at INFO on the logger "equivtest". Raises KernelUnavailable with the compiler's first error.
+    A build is announced at INFO on the logger "equivtest". Raises KernelUnavailable with the compiler's first error,
+    or where there is no compiler or `cache` cannot be used.
     """
     root = resource_dir("kernels_ext")
     home = cache / build_key(root, COMPILE_FLAGS, torch.__version__, cpu_identity())
     library = home / f"{LIBRARY_NAME}.so"
-    if not library.exists():
+    with _usable(cache):
+        is_built = library.exists()
+    if not is_built:
         _log.info("compiling the C++ kernels (once for this machine, about 30 s)")
         started = time.monotonic()
         install(home, lambda folder: _compile_and_load(root, folder))
@@ -85,12 +88,18 @@ def cpu_identity() -> str:
 
 
 def install(home: Path, build: Callable[[Path], None]) -> None:
-    """Run `build` in a new folder beside `home` and rename that to `home`; of several at once, the first stays."""
-    home.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in home.parent.glob("*.building-*"):
-        if time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
-            shutil.rmtree(leftover, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{home.name}.building-", dir=home.parent))
+    """Run `build` in a new folder beside `home` and rename that to `home`; of several at once, the first stays.
+
+    Raises KernelUnavailable where the folder that holds `home` cannot be made or written, and what `build` raises.
+    """
+    with _usable(home.parent):
+        home.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in home.parent.glob("*.building-*"):
+            # One that has gone since it was listed belonged to a build that has just finished.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - leftover.stat().st_mtime > _ABANDONED_AFTER_S:
+                    shutil.rmtree(leftover, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{home.name}.building-", dir=home.parent))
     try:
         build(folder)
         # Another process may have finished first: its build is as good as this one.
@@ -102,10 +111,25 @@ def install(home: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def _usable(cache: Path) -> Iterator[None]:
+    """Turn a folder that cannot be made, read or written into KernelUnavailable."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"the folder for compiled kernels, {cache}, cannot be used: {error.strerror or error}"
+        raise KernelUnavailable("cpp", f"{problem}; make it writable or use --kernels reference") from error
+
+
 def _compile_and_load(root: Path, folder: Path) -> None:
     """Compile, link and load the library in `folder`, with torch's extension loader."""
     from torch.utils import cpp_extension  # slow to import, and only a build needs it
 
+    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    program, *_ = compiler.split() or [""]
+    if shutil.which(program) is None:
+        remedy = "install g++ (Debian: apt install g++) or use --kernels reference"
+        raise KernelUnavailable("cpp", f"there is no C++ compiler here ({compiler} is not found): {remedy}")
     try:
         with _ninja_on_path(), _quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about compiler versions torch was not built with; a failure still raises

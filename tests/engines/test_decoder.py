@@ -101,6 +101,25 @@ def test_unknown_names_are_refused(smollm2_path: Path) -> None:
             DecoderEngine.open(dataclasses.replace(options, **cast("Any", change)))
 
 
+@pytest.mark.parametrize(
+    ("kernels", "refused", "lines"),
+    [
+        ("auto", {"cpp": "no compiler"}, ["kernels: reference; cpp is not available: no compiler"]),
+        ("auto", {}, ["kernels: reference"]),
+        ("reference", {}, []),
+    ],
+)
+def test_the_backend_that_auto_chose_is_said_before_the_model_is_fetched(
+    kernels: str, refused: dict[str, str], lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("equivtest.engines.decoder.resolve_auto", lambda: ("reference", refused))
+    options = EngineOptions(model=str(tmp_path / "nothing.gguf"), kernels=kernels)
+    heard: list[str] = []
+    with pytest.raises(ModelUnavailable):
+        DecoderEngine.open(options, on_message=heard.append)
+    assert heard == lines
+
+
 def test_the_draft_model_must_give_every_id_the_same_text(smollm2_checkpoint: Checkpoint) -> None:
     require_same_vocabulary("itself", smollm2_checkpoint, smollm2_checkpoint)
     shifted = SimpleNamespace(vocab_size=100, token_text=lambda token_id: f"other {token_id}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -54,8 +55,43 @@ def test_without_a_compiler_the_backend_is_unavailable(tmp_path: Path, monkeypat
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(KernelUnavailable, match=r"kernel backend 'cpp' is not available.*/nowhere/c\+\+") as caught:
         extension.load_extension(tmp_path)
+    assert str(caught.value).endswith("install g++ (Debian: apt install g++) or use --kernels reference")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_made_leaves_auto_with_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "extensions"
+    with pytest.raises(KernelUnavailable, match=f"{cache}, cannot be used: Not a directory.*--kernels reference"):
+        extension.load_extension(cache)
+
+    def load_from(name: str) -> object:
+        return extension.load_extension(cache) if name == "cpp" else object()
+
+    monkeypatch.setattr(registry, "get_backend", load_from)
+    name, refused = registry.resolve_auto()
+    assert name == "reference"
+    assert str(cache) in refused["cpp"]
+
+
+@pytest.mark.parametrize("forbidden", ["pathlib.Path.exists", "pathlib.Path.mkdir", "tempfile.mkdtemp"])
+def test_a_cache_that_may_not_be_used_makes_the_backend_unavailable(
+    forbidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    cache = tmp_path / "cache"
+    # What else is looked at on the way is there: only the cache is forbidden.
+    for name in ("resource_dir", "cpu_identity", "build_key"):
+        monkeypatch.setattr(extension, name, lambda *args: "any")
+    with monkeypatch.context() as patch:
+        patch.setattr(forbidden, refuse)
+        with pytest.raises(KernelUnavailable, match=f"{cache}, cannot be used: Permission denied"):
+            extension.load_extension(cache)
 
 
 def test_a_failed_compilation_quotes_the_first_error(
