@@ -22,6 +22,8 @@ from equivtest.errors import UnsupportedModel
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+_MAX_NESTING = 8
+"""Arrays within arrays that are still read. No model nests them; a damaged file may, without end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +93,17 @@ class _Cursor:
     def string(self) -> str:
         return bytes(self.take(self.count())).decode("utf-8", "surrogateescape")
 
-    def value(self, kind: int) -> object:
+    def value(self, kind: int, depth: int = 0) -> object:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.scalar(_SCALARS[kind])
+        if depth == _MAX_NESTING:
+            message = f"arrays are nested more than {_MAX_NESTING} deep"
+            raise ValueError(message)
         kind, length = self.count("I"), self.count()
         if kind in (_STRING, _ARRAY):
-            return [self.value(kind) for _ in range(length)]
+            return [self.value(kind, depth + 1) for _ in range(length)]
         code = _SCALARS[kind]
         return list(struct.unpack(f"<{length}{code}", self.take(length * struct.calcsize("<" + code))))
 
@@ -121,6 +126,9 @@ def _parse(data: memoryview) -> tuple[dict[str, object], dict[str, GgufTensor]]:
     for _ in range(num_tensors):
         name = cursor.string()
         shape = tuple(cursor.count() for _ in range(cursor.count("I")))[::-1]
+        if not shape or 0 in shape:
+            message = f"the tensor {name} has the shape {list(shape)}"
+            raise ValueError(message)
         found[name] = (shape, GGMLQuantizationType(cursor.count("I")), cursor.count())
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:

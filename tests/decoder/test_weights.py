@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,6 +171,45 @@ def test_a_damaged_gguf_file_is_refused(size: int, tmp_path: Path) -> None:
     whole = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(whole[:size])
     with pytest.raises(UnsupportedModel, match=r"fetch (it|the file) again"):
+        load_checkpoint(tmp_path / "m.gguf")
+
+
+def gguf_header(num_tensors: int, num_entries: int) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_entries)
+
+
+def gguf_string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def nested_array(levels: int) -> bytes:
+    """A file whose one entry is arrays of one array each, around one that holds the byte 7."""
+    start, inside, innermost = struct.pack("<I", 9), struct.pack("<IQ", 9, 1), struct.pack("<IQB", 0, 1, 7)
+    return gguf_header(0, 1) + gguf_string("a.key") + start + inside * (levels - 1) + innermost
+
+
+@pytest.mark.parametrize("levels", [9, 100_000])
+def test_arrays_nested_without_end_are_refused(levels: int, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(nested_array(levels))
+    with pytest.raises(UnsupportedModel, match="arrays are nested more than 8 deep; fetch it again"):
+        load_checkpoint(tmp_path / "m.gguf")
+
+
+def test_arrays_nested_a_few_times_are_read(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(nested_array(8))
+    value: object = [7]
+    for _ in range(7):
+        value = [value]
+    assert GgufFile(tmp_path / "m.gguf").metadata == {"a.key": value}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0)], ids=str)
+def test_a_tensor_that_holds_nothing_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+    entry = gguf_string("rope_freqs.weight") + dimensions + struct.pack("<IQ", 0, 0)
+    (tmp_path / "m.gguf").write_bytes(gguf_header(1, 0) + entry + bytes(100))
+    message = re.escape(f"the tensor rope_freqs.weight has the shape {list(shape)}; fetch it again")
+    with pytest.raises(UnsupportedModel, match=message):
         load_checkpoint(tmp_path / "m.gguf")
 
 
