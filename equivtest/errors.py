@@ -22,6 +22,7 @@
     └── RunError
         ├── RunNotFound               no such run folder
         ├── RunExists                 the run folder already holds a run
+        ├── RunBusy                   another process is writing the run folder
         └── RunMismatch               resuming a run that was started with other settings or code
 
 Each error carries its data as fields and ends with what to do about it.
@@ -194,6 +195,16 @@ class RunExists(RunError):
     def __init__(self, where: Path) -> None:
         self.where = where
         super().__init__(f"{where} already holds a run; add --resume to continue it or choose another --run-dir")
+
+
+class RunBusy(RunError):
+    """Another process is writing this run folder."""
+
+    exit_code = 2
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        super().__init__(f"another process is writing {where}; wait for it or choose another --run-dir")
 
 
 class RunMismatch(RunError):

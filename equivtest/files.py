@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from equivtest.errors import RunBusy
 
 TEMPORARY_SUFFIX = ".tmp"
 """Ends the name of a file that is being written; it begins with a dot."""
@@ -33,6 +36,18 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     with atomic_file(path) as sink:
         sink.write(content.encode() if isinstance(content, str) else content)
     return path
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process alone. Raises RunBusy while another process holds it; a killed one lets go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as held:
+            raise RunBusy(folder) from held
+        yield
 
 
 def _sync_folder(folder: Path) -> None:

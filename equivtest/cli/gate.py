@@ -9,7 +9,7 @@ import click
 
 _EPILOG = """\b
 Examples:
-  equivtest gate                        the newest complete run under results/
+  equivtest gate                        the newest run under results/
   equivtest gate results/a results/b    several runs: the worst verdict decides
 \b
 In GitHub Actions it also writes the step summary and an annotation.

@@ -61,11 +61,21 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         code = 2
+    except (BrokenPipeError, SystemExit):
+        # Whoever read our output has gone. click and rich exit 1 then, which here would claim a difference.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_CODES[Word.INVALID]
     except (click.Abort, KeyboardInterrupt):
         click.echo("equivtest: interrupted", err=True)
         code = EXIT_CODES[Word.INVALID]
     except EquivtestError as error:
         code = _report(str(error), error.exit_code, verbose)
+    except OSError as error:
+        remedy = "check that the path exists, is writable and has room"
+        code = _report(f"{error}; {remedy}", EXIT_CODES[Word.INVALID], verbose)
+    except ImportError as error:
+        remedy = "reinstall with `pip install -e .`; `equivtest doctor` says what is missing"
+        code = _report(f"{error}; {remedy}", EXIT_CODES[Word.INVALID], verbose)
     except Exception as error:
         hint = "" if verbose else " (run again with `equivtest -v ...` for the traceback)"
         code = _report(f"internal error: {type(error).__name__}: {error}{hint}", EXIT_CODES[Word.INVALID], verbose)

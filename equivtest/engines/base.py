@@ -45,6 +45,12 @@ class EngineOptions:
             raise InvalidSetting("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
         if self.draft_len < 1:
             raise InvalidSetting("draft_len", self.draft_len, "must be at least 1")
+        for option, value, drafter in (
+            ("early_exit_layers", self.early_exit_layers, "early_exit"),
+            ("draft_model", self.draft_model, "model"),
+        ):
+            if value is not None and self.drafter != drafter:
+                raise InvalidSetting(option, value, f"goes with the {drafter} drafter, not with {self.drafter}")
         if self.max_batch < 1:
             raise InvalidSetting("max_batch", self.max_batch, "must be at least 1")
         if self.threads is not None and self.threads < 1:

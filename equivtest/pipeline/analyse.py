@@ -11,17 +11,21 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from equivtest.errors import MissingSamples, StatisticsError
+from equivtest.errors import InvalidSetting, MissingSamples, StatisticsError
+from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Arm, Comparison, Evidence
 from equivtest.rng import stream_key
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_arm_tokens, read_samples
-from equivtest.stats.marginal import Dependence, MarginalResult, Statistic, marginal_family
+from equivtest.stats.marginal import Dependence, MarginalResult, Statistic, choose_permutations, marginal_family
 from equivtest.verdict.decide import decide
 from equivtest.verdict.facts import ConfigFacts, Confirmation, RunFacts
 from equivtest.verdict.findings import Cell, confirmation, flagged_cells, flagged_strata, marginal_finding
 from equivtest.verdict.verdict import Verdict
+
+LEVEL = 0.05
+"""False discovery rate of the protocol of record."""
 
 Tokens = npt.NDArray[np.int32]
 
@@ -35,6 +39,15 @@ class AnalysisOptions:
     dependence: Dependence = "bh"
     num_permutations: int | None = None
     confirm: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num_permutations is not None and not self.by_permutation:
+            raise InvalidSetting("num_permutations", self.num_permutations, "goes with --exact or --statistic max_z")
+
+    @property
+    def by_permutation(self) -> bool:
+        """Whether p-values come from label permutations."""
+        return self.exact or self.statistic == "max_z"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,6 +104,13 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Anal
     )
 
 
+def check_resolution(options: AnalysisOptions, protocol: Protocol) -> None:
+    """Raise ResolutionTooCoarse now for what the analysis would refuse after everything was collected."""
+    if options.by_permutation:
+        num_cells = len(protocol.configs) * len(protocol.prompts) * protocol.num_positions
+        choose_permutations(options.num_permutations, num_cells, LEVEL, options.dependence)
+
+
 def judge_cells(
     comparison: Comparison,
     first: Sequence[npt.NDArray[np.integer]],
@@ -104,6 +124,7 @@ def judge_cells(
         second,
         statistic=options.statistic,
         exact=options.exact,
+        q=LEVEL,
         dependence=options.dependence,
         num_permutations=options.num_permutations,
         rng=_generator(run_seed, "marginal", comparison),
@@ -117,6 +138,7 @@ def run_facts(
         configs=configs,
         planted_fault=f"acceptance bias of {protocol.epsilon:.2f}",
         confirm=options.confirm,
+        caveats=tuple(filter(None, (get_budget(protocol.budget).caveat,))),
         refusals=tuple(refusals),
     )
 

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from equivtest.errors import MissingSamples, UsageError
+from equivtest.errors import InvalidSetting, MissingSamples, UsageError
 from equivtest.pipeline.analyse import AnalysisOptions, cells_frame, judge_cells
+from equivtest.pipeline.manifest import FILE_NAME
 from equivtest.records import Arm, Comparison
 from equivtest.rng import stream_key
 from equivtest.samples.recorded import CellFamily, read_recorded
@@ -39,7 +40,18 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
     an acceptance test that accepts too much does when the drafts are good.
     Raises UsageError when the files hold no common prompts or different ones, and what `read_recorded` raises.
     """
+    if not 0 < epsilon <= 1:
+        raise InvalidSetting("epsilon", epsilon, "must be above 0 and at most 1")
+    for path in (on, off):
+        if (path / FILE_NAME).is_file():
+            message = f"{path} is a run folder; give one arm of it, such as {path / 'samples' / 'arm=on'}"
+            raise UsageError(message)
     off_tokens, on_tokens = read_recorded(off).tokens, read_recorded(on).tokens
+    if off_tokens.keys() == on_tokens.keys() and all(
+        np.array_equal(off_tokens[family], on_tokens[family]) for family in off_tokens
+    ):
+        message = f"{on} and {off} hold the very same samples; record the two arms with seeds of their own"
+        raise UsageError(message)
     if off_tokens.keys() != on_tokens.keys():
         only = sorted(" / ".join(family) for family in off_tokens.keys() ^ on_tokens.keys())
         message = f"{on} and {off} hold different prompts or configs; in one only: {', '.join(only[:5])}"

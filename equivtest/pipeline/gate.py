@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from equivtest.errors import InvalidShard
-from equivtest.pipeline.manifest import Manifest, Status
+from equivtest.pipeline.manifest import Manifest, Status, resume_command
+from equivtest.pipeline.publish import VERDICT_FILE
+from equivtest.protocol.plan import Protocol
 from equivtest.records import EXIT_CODES, Word
+from equivtest.samples.keys import shard_path
+from equivtest.samples.shards import shard_is_done
 
 _STRONGEST_FIRST = (Word.INVALID, Word.DIFFERENT, Word.INCONCLUSIVE, Word.EQUIVALENT)
 
@@ -31,16 +35,20 @@ class GateResult:
 
 
 def read_verdict(run_dir: Path) -> GateResult:
-    """The verdict of a run. A run that did not end is invalid, whatever an older verdict file says.
+    """The verdict of a run. A run that did not end, or whose samples are not all there and whole, is invalid, whatever
+    its verdict file says.
 
-    Raises RunNotFound, or InvalidShard for a damaged file.
+    Raises RunNotFound, or InvalidShard for a damaged manifest or verdict.
     """
     manifest = Manifest.read(run_dir)
-    path = run_dir / "verdict.json"
-    if manifest.status is not Status.COMPLETE or not path.is_file():
-        why = manifest.error or "its samples were not all collected"
-        headline = f"this run cannot be judged: it is {manifest.status}, {why}"
-        lines = (f"next: {manifest.command} --resume --run-dir {run_dir}",)
+    path = run_dir / VERDICT_FILE
+    if problem := _not_finished(run_dir, manifest):
+        lines = (f"next: {resume_command(manifest.command, run_dir)}",)
+        headline = f"this run cannot be judged: {problem}"
+        return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, lines=lines)
+    if not path.is_file():
+        lines = (f"next: equivtest report {run_dir}",)
+        headline = "this run cannot be judged: it holds no verdict, because its last analysis failed"
         return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, lines=lines)
     try:
         verdict: dict[str, Any] = json.loads(path.read_text("utf-8"))
@@ -57,6 +65,19 @@ def read_verdict(run_dir: Path) -> GateResult:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidShard(path, f"not a verdict: {error}; recompute it with `equivtest report {run_dir}`") from error
+
+
+def _not_finished(run_dir: Path, manifest: Manifest) -> str | None:
+    """Why the samples of a run are not what a verdict may stand on."""
+    if manifest.status is not Status.COMPLETE:
+        return f"it is {manifest.status}, {manifest.error or 'its samples were not all collected'}"
+    protocol = Protocol.from_dict(manifest.protocol)
+    shards = [shard for batch in protocol.batches() for shard in batch]
+    bad = [shard for shard in shards if not shard_is_done(run_dir, shard, protocol.num_positions)]
+    if bad:
+        first = shard_path(run_dir, bad[0])
+        return f"{len(bad)} of {len(shards)} files of samples are gone or damaged, the first is {first}"
+    return None
 
 
 def worst(results: Sequence[GateResult]) -> Word:

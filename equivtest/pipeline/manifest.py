@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -125,8 +126,18 @@ def describe_machine() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command to reproduce this process."""
-    return " ".join(["equivtest", *sys.argv[1:]])
+    """The command to reproduce this process, quoted for a shell."""
+    return shlex.join(["equivtest", *sys.argv[1:]])
+
+
+def resume_command(command: str, run_dir: Path) -> str:
+    """The command that continues the run which `command` started in `run_dir`."""
+    words = shlex.split(command)
+    if "--resume" not in words:
+        words.append("--resume")
+    if not any(word.split("=")[0] == "--run-dir" for word in words):
+        words += ["--run-dir", str(run_dir)]
+    return shlex.join(words)
 
 
 def _git(root: Path, *arguments: str) -> str | None:

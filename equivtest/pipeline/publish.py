@@ -21,13 +21,15 @@ from equivtest.report.summary import write_summary
 from equivtest.report.tables import write_cells, write_evidence
 from equivtest.verdict.verdict import Verdict
 
+VERDICT_FILE = "verdict.json"
+
 
 def publish(run_dir: Path, protocol: Protocol, analysis: Analysis) -> ReportData:
     """Write every file of the report into the run folder, beside its manifest, and return what they show."""
     data = report_data(Manifest.read(run_dir), protocol, analysis)
     write_cells(data, run_dir / "cells.parquet")
     write_evidence(data, run_dir / "evidence.parquet")
-    write_whole(run_dir / "verdict.json", json.dumps(analysis.verdict.to_dict(), indent=2) + "\n")
+    write_whole(run_dir / VERDICT_FILE, json.dumps(analysis.verdict.to_dict(), indent=2) + "\n")
     write_html(data, run_dir / "report.html")
     write_summary(data, run_dir / "summary.md")
     write_junit(data, run_dir / "junit.xml")

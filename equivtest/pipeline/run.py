@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from equivtest.engines.base import Engine
 from equivtest.engines.base import EngineOptions as EngineOptions
-from equivtest.errors import InvalidSetting, RunExists, RunMismatch, RunNotFound
-from equivtest.pipeline.analyse import Analysis, AnalysisOptions, analyse
+from equivtest.errors import InvalidSetting, InvalidShard, RunExists, RunMismatch, RunNotFound
+from equivtest.files import sole_writer
+from equivtest.pipeline.analyse import Analysis, AnalysisOptions, analyse, check_resolution
 from equivtest.pipeline.manifest import (
     FILE_NAME,
     Manifest,
@@ -17,16 +19,19 @@ from equivtest.pipeline.manifest import (
     command_line,
     describe_code,
     describe_machine,
+    resume_command,
     utc_now,
 )
 from equivtest.pipeline.progress import Listener, Silent
-from equivtest.pipeline.publish import publish
+from equivtest.pipeline.publish import VERDICT_FILE, publish
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS, resolve_configs
 from equivtest.protocol.plan import Protocol, fingerprint
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.report.data import ReportData
 from equivtest.samples.shards import remove_stale_temporaries
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +79,18 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
     )
     # Torch loads only when a run really starts: reports are recomputed on machines without it.
     from equivtest.engines.decoder import DecoderEngine
+
+    run_dir = _choose_run_dir(options)
+    check_resolution(options.analysis, protocol)
+    engine = engine or DecoderEngine.open(_engine_options(options, protocol), on_message=listener.message)
+    with sole_writer(run_dir):
+        return _run(options, protocol, engine, run_dir, listener)
+
+
+def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path, listener: Listener) -> RunResult:
     from equivtest.pipeline.collect import collect
 
-    engine = engine or DecoderEngine.open(_engine_options(options, protocol), on_message=listener.message)
-    run_dir, manifest = _open_run(options, protocol, engine)
+    manifest = _open_run(options, protocol, engine, run_dir)
     listener.message(f"run folder: {run_dir}")
     try:
         manifest = collect(run_dir, protocol, manifest, engine, protocol.batches(), listener, "collecting")
@@ -91,7 +104,7 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
     except KeyboardInterrupt:
         listener.finish()
         Manifest.read(run_dir).with_status(Status.CANCELLED).write(run_dir)
-        listener.message(f"stopped; what was collected is kept. To continue: {_resume_command(run_dir)}")
+        listener.message(f"stopped; what was collected is kept. To continue: {resume_command(command_line(), run_dir)}")
         raise
     except Exception as error:
         listener.finish()
@@ -113,35 +126,49 @@ def _engine_options(options: RunOptions, protocol: Protocol) -> EngineOptions:
 def reanalyse(run_dir: Path, analysis_options: AnalysisOptions | None = None) -> RunResult:
     """Recompute a run's tables and pages from its samples; needs no torch and no model."""
     manifest = Manifest.read(run_dir)
+    (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # an older verdict must not outlive samples that cannot be read
     protocol = Protocol.from_dict(manifest.protocol)
     analysis = analyse(run_dir, protocol, analysis_options or AnalysisOptions(**manifest.options))
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
 
 
-def find_run(results_dir: Path, *, complete: bool = True) -> Path:
-    """The newest run under `results_dir`; with `complete` False, the newest that did not end. Raises RunNotFound."""
-    runs = sorted(
-        (manifest.started, path.parent)
-        for path in results_dir.glob(f"*/{FILE_NAME}")
-        for manifest in [Manifest.read(path.parent)]
-        if (manifest.status is Status.COMPLETE) == complete
-    )
+def find_run(results_dir: Path, *, unfinished: bool = False) -> Path:
+    """The newest run under `results_dir`, however it ended; with `unfinished` the newest that did not end.
+
+    A folder with a damaged manifest is passed over with a warning. Raises RunNotFound.
+    """
+    runs = []
+    for path in results_dir.glob(f"*/{FILE_NAME}"):
+        try:
+            manifest = Manifest.read(path.parent)
+        except InvalidShard as damaged:
+            _LOG.warning("passed over: %s", damaged)
+            continue
+        if not unfinished or manifest.status is not Status.COMPLETE:
+            runs.append((manifest.started, path.parent))
     if not runs:
-        kind = "complete" if complete else "unfinished"
-        raise RunNotFound(results_dir, f"there is no {kind} run there; start one with `equivtest run`")
-    return runs[-1][1]
+        kind = "unfinished run" if unfinished else "run"
+        raise RunNotFound(results_dir, f"there is no {kind} there; start one with `equivtest run`")
+    return max(runs)[1]
 
 
-def _resume_command(run_dir: Path) -> str:
-    command = command_line()
-    for option in ("--resume", f"--run-dir {run_dir}"):
-        if option.partition(" ")[0] not in command:
-            command += f" {option}"
-    return command
+def _choose_run_dir(options: RunOptions) -> Path:
+    """Where the run goes, before anything slow: the run to resume, or a folder that holds none."""
+    if options.resume:
+        run_dir = options.run_dir or find_run(options.results_dir, unfinished=True)
+        Manifest.read(run_dir)
+        return run_dir
+    name = f"{'+'.join(options.configs)}-{options.budget}-{utc_now():%Y%m%dT%H%M%SZ}"
+    run_dir = options.run_dir or options.results_dir / name
+    if run_dir.exists() and not run_dir.is_dir():
+        raise InvalidSetting("run-dir", str(run_dir), "is a file")
+    if (run_dir / FILE_NAME).exists():
+        raise RunExists(run_dir)
+    return run_dir
 
 
-def _open_run(options: RunOptions, protocol: Protocol, engine: Engine) -> tuple[Path, Manifest]:
+def _open_run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path) -> Manifest:
     subject = engine.describe()
     manifest = Manifest(
         run_id="",
@@ -156,16 +183,7 @@ def _open_run(options: RunOptions, protocol: Protocol, engine: Engine) -> tuple[
         started=utc_now().isoformat(),
         prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.conversation)) for prompt in protocol.prompts},
     )
-    if options.resume:
-        run_dir = options.run_dir or find_run(options.results_dir, complete=False)
-        return run_dir, _resumed(run_dir, manifest)
-    name = f"{'+'.join(options.configs)}-{options.budget}-{utc_now():%Y%m%dT%H%M%SZ}"
-    run_dir = options.run_dir or options.results_dir / name
-    if run_dir.exists() and not run_dir.is_dir():
-        raise InvalidSetting("run-dir", str(run_dir), "is a file")
-    if (run_dir / FILE_NAME).exists():
-        raise RunExists(run_dir)
-    return run_dir, _written(run_dir, manifest)
+    return _resumed(run_dir, manifest) if options.resume else _written(run_dir, manifest)
 
 
 def _resumed(run_dir: Path, asked: Manifest) -> Manifest:
@@ -173,12 +191,13 @@ def _resumed(run_dir: Path, asked: Manifest) -> Manifest:
     found = Manifest.read(run_dir)
     for field, on_disk, now in (
         ("fingerprint", found.fingerprint, asked.fingerprint),
+        ("analysis", found.options, asked.options),
         ("source_sha256", found.code.get("source_sha256"), asked.code["source_sha256"]),
         ("CPU", _cpu(found), _cpu(asked)),
     ):
         if on_disk != now:
             raise RunMismatch(run_dir, field, on_disk, now)
-    return _written(run_dir, dataclasses.replace(found, status=Status.STARTED, options=asked.options, error=None))
+    return _written(run_dir, dataclasses.replace(found, status=Status.STARTED, error=None))
 
 
 def _cpu(manifest: Manifest) -> tuple[object, ...]:
@@ -188,7 +207,7 @@ def _cpu(manifest: Manifest) -> tuple[object, ...]:
 
 def _written(run_dir: Path, manifest: Manifest) -> Manifest:
     remove_stale_temporaries(run_dir)
-    (run_dir / "verdict.json").unlink(missing_ok=True)  # it judged fewer samples
+    (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # it judged fewer samples
     manifest = dataclasses.replace(manifest, run_id=run_dir.name)
     manifest.write(run_dir)
     return manifest

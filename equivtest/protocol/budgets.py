@@ -22,12 +22,21 @@ class Budget:
     epsilon: float
     """Default acceptance bias of the biased arm. A budget plants a fault of the size that it claims to find: a smoke
     run sees gross faults only, and its teeth say so."""
+    caveat: str = ""
+    """What a run of this budget cannot show; printed with its verdict."""
 
 
 BUDGETS: Mapping[str, Budget] = {
     budget.name: budget
     for budget in (
-        Budget(name="smoke", num_prompts=2, num_positions=16, num_seeds=64, epsilon=0.5),
+        Budget(
+            name="smoke",
+            num_prompts=2,
+            num_positions=16,
+            num_seeds=64,
+            epsilon=0.5,
+            caveat="a smoke run sees gross faults only and gates nothing: use --budget gate before a merge",
+        ),
         Budget(name="gate", num_prompts=8, num_positions=32, num_seeds=256, epsilon=0.1),
         Budget(name="audit", num_prompts=8, num_positions=32, num_seeds=1024, epsilon=0.1),
     )

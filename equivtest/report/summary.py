@@ -40,7 +40,7 @@ def _lines(data: ReportData) -> Iterator[str]:
         yield f"- {escape(reason)}"
     if data.reasons:
         yield ""
-    yield f"Literal gate of record: {escape(data.gate_of_record)} Exit code {data.exit_code}."
+    yield f"Literal gate of record: {escape(data.gate_of_record)}. Exit code {data.exit_code}."
     yield ""
     yield "### Comparisons"
     yield ""

@@ -130,7 +130,7 @@ def marginal_family(
     table = merge_bins(counts) if statistic == "chi2" else counts
     value = cell_statistics(table, statistic)
     by_permutation = exact or statistic == "max_z"
-    permutations = _resolved(num_permutations, counts.num_cells, q, dependence) if by_permutation else 0
+    permutations = choose_permutations(num_permutations, counts.num_cells, q, dependence) if by_permutation else 0
     # First, so that one rng seed gives one TV null whatever the test.
     tv, tv_null_mean, tv_null_q975 = _total_variation(counts, num_tv_permutations, rng)
     if by_permutation:
@@ -205,7 +205,7 @@ def _from_deviations(starts: Ints, weights: Floats, statistic: Statistic, deviat
     return largest
 
 
-def _resolved(num_permutations: int | None, num_cells: int, q: float, dependence: Dependence) -> int:
+def choose_permutations(num_permutations: int | None, num_cells: int, q: float, dependence: Dependence) -> int:
     """The number of permutations; raises ResolutionTooCoarse where not even p = 1/(B+1) could be rejected."""
     cost = harmonic(num_cells) if dependence == "by" else 1.0
     smallest = num_cells * cost / q

@@ -15,6 +15,9 @@ from equivtest.verdict.facts import ConfigFacts, Finding, RunFacts
 from equivtest.verdict.verdict import Control, Gate, Standing, Verdict
 from equivtest.verdict.words import Reason
 
+TEETH_LEVEL = 0.01
+"""Adjusted p-value at which the planted fault counts as detected: one flag of stage 1 could be chance."""
+
 
 def decide(run: RunFacts, findings: Sequence[Finding]) -> Verdict:
     """The verdict on a run. `findings`: at most one a family and comparison; a planned comparison without one, like
@@ -35,6 +38,7 @@ def decide(run: RunFacts, findings: Sequence[Finding]) -> Verdict:
         *_nothing_shown(run, findings),
     ]
     notes = [
+        *run.caveats,
         *(words.cleared(f) for f, state in judged if state is Standing.CLEARED),
         *(line for config in run.configs for line in words.config_notes(config)),
         *(line for f in findings if f.comparison is Comparison.OFF_ON for line in words.extreme_notes(f)),
@@ -101,8 +105,12 @@ def _missing_findings(run: RunFacts, findings: Sequence[Finding]) -> list[Reason
 
 
 def _teeth(config: ConfigFacts, findings: Sequence[Finding]) -> int:
-    """Flags of any family on the planted fault in one config."""
-    return sum(finding.flags_in(config.config) for finding in _of(findings, Comparison.OFF_BIASED))
+    """Flags of any family on the planted fault in one config, at the level of a confirmation."""
+    return sum(
+        flag.place.config == config.config and flag.p_value <= TEETH_LEVEL
+        for finding in _of(findings, Comparison.OFF_BIASED)
+        for flag in finding.flagged
+    )
 
 
 def _without_teeth(run: RunFacts, findings: Sequence[Finding]) -> list[ConfigFacts]:
@@ -176,4 +184,4 @@ def _thresholds(run: RunFacts, findings: Sequence[Finding]) -> dict[str, float |
     levels = {f"{finding.family}_level": finding.level for finding in findings}
     alphas = [finding.confirmation.alpha for finding in findings if finding.confirmation]
     stage_2 = {"confirmation_alpha": alphas[0]} if alphas else {}
-    return {**levels, **stage_2, "confirm": run.confirm, "planted_fault": run.planted_fault}
+    return {**levels, **stage_2, "teeth_level": TEETH_LEVEL, "confirm": run.confirm, "planted_fault": run.planted_fault}

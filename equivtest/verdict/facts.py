@@ -147,5 +147,7 @@ class RunFacts:
     """What the run was meant to compare. Two files of samples have no controls: only off vs on."""
     confirm: bool = True
     """Whether a flag of stage 1 must be confirmed on fresh seeds before it counts."""
+    caveats: tuple[str, ...] = ()
+    """What a reader must know about what such a run can show, whatever it found; one line each."""
     refusals: tuple[str, ...] = ()
     """Messages of the statistics errors that kept an analysis from being made."""

@@ -1,6 +1,7 @@
 """The commands as a user types them: one line of help where something is wrong, and never an exit code 0 by default."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,10 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
         (("run", "--drafter", "oracle"), "known: early_exit, model, ngram, self"),
         (("run", "--epsilon", "2"), "at most 1"),
         (("run", "--statistic", "t"), "chi2"),
+        (("run", "--num-permutations", "99"), "goes with --exact"),
+        (("run", "--draft-model", "x", "--drafter", "ngram"), "goes with the model drafter"),
+        (("run", "--early-exit-layers", "3", "--drafter", "self"), "goes with the early_exit drafter"),
+        (("run", "--resume", "--run-dir", "no/such/run"), "no run at no/such/run"),
         (("gate", "no/such/run"), "no run at no/such/run"),
         (("compare", "no.parquet", "file.parquet"), "no such file"),
         (("fly",), "No such command"),
@@ -80,17 +85,22 @@ def test_a_wrong_request_exits_2_with_one_line_that_says_what_is_known(equivtest
     assert "Traceback" not in err
 
 
-def test_an_unexpected_error_exits_4_in_one_line(equivtest, monkeypatch: pytest.MonkeyPatch, results: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "hint"), [(OSError, "writable"), (ImportError, "doctor"), (ValueError, "`equivtest -v ...`")]
+)
+def test_an_unexpected_error_exits_4_in_one_line_with_a_hint(
+    equivtest, monkeypatch: pytest.MonkeyPatch, results: Path, error: type[Exception], hint: str
+) -> None:
     def broken(*_: object) -> None:
         message = "disk on fire"
-        raise OSError(message)
+        raise error(message)
 
     monkeypatch.setattr("equivtest.pipeline.run.find_run", broken)
     code, _, err = equivtest("gate", "--results-dir", results)
     assert code == 4
     assert len(err.splitlines()) == 1
     assert "disk on fire" in err
-    assert "-v" in err
+    assert hint in err
 
 
 def test_the_gate_ends_in_the_verdict_and_its_exit_code(equivtest, results: Path) -> None:
@@ -115,6 +125,48 @@ def test_the_gate_does_not_believe_the_verdict_of_a_run_that_did_not_end(equivte
     code, out, _ = equivtest("gate", run_dir)
     assert code == 4
     assert "--resume" in out
+
+
+@pytest.mark.parametrize("command", ["report", "gate"])
+def test_a_closed_pipe_never_exits_as_different(results: Path, command: str) -> None:
+    program = f"{sys.executable} -m equivtest {command} {results / 'good'} | true; exit ${{PIPESTATUS[0]}}"
+    codes = {subprocess.run(["bash", "-c", program], capture_output=True, check=False).returncode for _ in range(2)}
+    assert codes <= {0, 4}
+
+
+def test_the_gate_does_not_believe_a_verdict_without_its_samples(equivtest, results: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(results / "good", tmp_path / "run")
+    assert equivtest("gate", run_dir)[0] == 0
+    shard = next((run_dir / "samples" / "arm=on").rglob("*.parquet"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2])
+    code, out, _ = equivtest("gate", run_dir)
+    assert code == 4
+    assert str(shard) in out
+    shard.write_bytes(content)
+    assert equivtest("gate", run_dir)[0] == 0
+
+
+def test_a_report_that_fails_leaves_no_older_verdict_behind(equivtest, results: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(results / "good", tmp_path / "run")
+    shard = next((run_dir / "samples" / "arm=on").rglob("*.parquet"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    assert equivtest("report", run_dir)[0] == 4
+    assert not (run_dir / "verdict.json").exists()
+
+
+def test_without_a_name_the_gate_judges_the_newest_run_even_if_it_failed(
+    equivtest, results: Path, tmp_path: Path
+) -> None:
+    for name, status, started in (("old", "complete", "2026-01-01"), ("new", "error", "2026-01-02")):
+        run_dir = shutil.copytree(results / "good", tmp_path / name)
+        manifest = json.loads((run_dir / "manifest.json").read_text())
+        (run_dir / "manifest.json").write_text(json.dumps({**manifest, "status": status, "started": started}))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text("{")
+    assert equivtest("gate", "--results-dir", tmp_path)[0] == 4
+    shutil.rmtree(tmp_path / "new")
+    assert equivtest("gate", "--results-dir", tmp_path)[0] == 0
 
 
 def test_in_github_actions_the_gate_writes_the_summary_and_an_annotation(
@@ -175,6 +227,19 @@ def test_recordings_of_one_law_compare_as_equivalent_and_of_two_as_different(equ
     assert "taken on trust" in out
     code, out, _ = equivtest("compare", recording(tmp_path / "worse.jsonl", seed=3, bias=0.3), off, "--epsilon", "0.3")
     assert code == 1, out
+
+
+@pytest.mark.parametrize("epsilon", ["0", "-1", "5", "nan"])
+def test_an_impossible_bias_is_refused(equivtest, tmp_path: Path, epsilon: str) -> None:
+    off, on = recording(tmp_path / "off.jsonl", seed=1), recording(tmp_path / "on.jsonl", seed=2)
+    assert equivtest("compare", on, off, "--epsilon", epsilon)[0] == 2
+
+
+def test_a_recording_is_not_compared_with_itself(equivtest, tmp_path: Path) -> None:
+    off = recording(tmp_path / "off.jsonl", seed=1)
+    code, _, err = equivtest("compare", off, shutil.copy(off, tmp_path / "on.jsonl"))
+    assert code == 2
+    assert "very same samples" in err
 
 
 def test_recordings_too_small_for_their_teeth_are_invalid_not_equivalent(equivtest, tmp_path: Path) -> None:

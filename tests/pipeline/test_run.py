@@ -11,10 +11,11 @@ import pandas as pd
 import pytest
 
 from equivtest.engines.base import EngineOptions
-from equivtest.errors import RunExists, RunMismatch
+from equivtest.errors import ResolutionTooCoarse, RunBusy, RunExists, RunMismatch
+from equivtest.files import sole_writer
 from equivtest.pipeline.analyse import AnalysisOptions
 from equivtest.pipeline.gate import read_verdict
-from equivtest.pipeline.manifest import Manifest, Status
+from equivtest.pipeline.manifest import Manifest, Status, resume_command
 from equivtest.pipeline.run import RunOptions, RunResult, find_run, reanalyse, run
 from equivtest.records import Arm, Word
 from tests.pipeline.fake_engine import FakeEngine
@@ -140,6 +141,55 @@ def test_a_run_is_not_resumed_by_other_code(correct: RunResult, monkeypatch: pyt
     monkeypatch.setattr("equivtest.pipeline.run.describe_code", lambda: {"source_sha256": "other"})
     with pytest.raises(RunMismatch, match="source_sha256"):
         judge(correct.run_dir, FakeEngine(), resume=True)
+
+
+def test_a_run_is_not_resumed_under_another_analysis_or_on_another_processor(
+    correct: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunMismatch, match="analysis"):
+        judge(correct.run_dir, FakeEngine(), resume=True, confirm=False)
+    machine = {**Manifest.read(correct.run_dir).machine, "cpu_features": ["mmx"]}
+    monkeypatch.setattr("equivtest.pipeline.run.describe_machine", lambda: machine)
+    with pytest.raises(RunMismatch, match="CPU"):
+        judge(correct.run_dir, FakeEngine(), resume=True)
+
+
+def test_a_run_that_starts_again_has_no_verdict_until_it_ends(tmp_path: Path) -> None:
+    class Breaks(FakeEngine):
+        def generate(self, *args, **kwargs):
+            message = "out of memory"
+            raise RuntimeError(message)
+
+    run_dir = tmp_path / "run"
+    judge(run_dir, FakeEngine())
+    next((run_dir / "samples" / "arm=on").rglob("*.parquet")).unlink()
+    with pytest.raises(RuntimeError):
+        judge(run_dir, Breaks(), resume=True)
+    assert not (run_dir / "verdict.json").exists()
+
+
+def test_a_resume_command_can_be_pasted() -> None:
+    started = "equivtest run --run-dir 'my runs/a'"
+    assert resume_command(started, Path("my runs/a")) == "equivtest run --run-dir 'my runs/a' --resume"
+    assert resume_command("equivtest run", Path("a b")) == "equivtest run --resume --run-dir 'a b'"
+    assert resume_command(resume_command(started, Path("x")), Path("x")).count("--resume") == 1
+
+
+def test_a_folder_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
+    with sole_writer(tmp_path / "run"), pytest.raises(RunBusy):
+        judge(tmp_path / "run", FakeEngine())
+    assert judge(tmp_path / "run", FakeEngine()).analysis.verdict.word is Word.EQUIVALENT
+
+
+def test_a_resolution_that_is_too_coarse_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    options = RunOptions(
+        budget="smoke", engine=EngineOptions(), analysis=AnalysisOptions(exact=True, num_permutations=99),
+        run_dir=tmp_path / "run",
+    )  # fmt: skip
+    with pytest.raises(ResolutionTooCoarse):
+        run(options, engine=engine)
+    assert engine.num_calls == 0
 
 
 def test_the_newest_run_is_found_by_its_start(tmp_path: Path) -> None:

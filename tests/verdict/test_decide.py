@@ -257,6 +257,7 @@ def test_verdict_json_is_complete_stable_and_plain():
     assert data["thresholds"] == {
         "marginal_level": 0.05,
         "confirmation_alpha": 0.01,
+        "teeth_level": 0.01,
         "confirm": True,
         "planted_fault": "acceptance bias of 0.10",
     }
@@ -278,3 +279,25 @@ def test_many_flagged_strata_are_named_and_counted():
     spread = sum((flags(n, prompt_id=name) for n, name in ((1, "chat"), (4, "code"), (2, "list"), (3, "story"))), ())
     verdict = decide(run_facts(confirm=False), findings(spread))
     assert verdict.headline.endswith("in topp95 / code (4), topp95 / story (3), topp95 / list (2) and 1 more")
+
+
+def test_one_flag_near_the_level_is_no_teeth():
+    """Under a missed fault one flag at q = 0.05 comes by chance in up to 5 % of runs."""
+    chance = decide(run_facts(), findings(off_biased=flags(1, p_value=0.03)))
+    assert chance.word is Word.INVALID
+    assert "missed" in chance.headline
+    seen = decide(run_facts(), findings(off_biased=flags(1, p_value=0.009)))
+    assert seen.word is Word.EQUIVALENT
+
+
+def test_the_planted_fault_needs_no_confirmation():
+    judged = decide(run_facts(), findings())
+    by_comparison = {f.comparison: s for f, s in zip(judged.findings, judged.standings, strict=True)}
+    assert by_comparison[Comparison.OFF_BIASED] is Standing.CONFIRMED
+    assert by_comparison[Comparison.OFF_ON] is Standing.CLEAR
+
+
+def test_what_a_budget_cannot_show_is_said_with_every_verdict():
+    caveat = "a smoke run sees gross faults only"
+    for off_on in ((), THREE):
+        assert caveat in decide(run_facts(caveats=(caveat,)), findings(off_on)).reasons
