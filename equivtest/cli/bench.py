@@ -37,7 +37,7 @@ def kernels(rows: int, vocab: int, repeats: int, output: Path | None) -> int:
 @click.option("--model", default="smollm2-135m", show_default=True, help="Built-in name, GGUF file or folder.")
 @click.option("--batch", default=256, show_default=True, help="Sequences decoded together.")
 @click.option("--context", default=60, show_default=True, help="Tokens already in the cache when timing starts.")
-@click.option("--steps", default=16, show_default=True, help="Timed steps.")
+@click.option("--steps", default=8, show_default=True, help="Timed steps.")
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16"]),
