@@ -14,6 +14,7 @@ def command(as_json: bool) -> int:
     """Say what is installed, which kernel backends work here, and why not. Exits 4 when a run cannot work."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from equivtest.pipeline.doctor import examine
     from equivtest.records import EXIT_CODES, Word
@@ -25,6 +26,6 @@ def command(as_json: bool) -> int:
         table = Table(show_header=False, box=None)
         for check in checks:
             mark = "[green]ok[/]" if check.ok else "[red]missing[/]" if check.required else "[yellow]missing[/]"
-            table.add_row(check.name, mark, check.finding)
+            table.add_row(check.name, mark, Text(check.finding))  # a finding may hold brackets that are no markup
         Console().print(table)
     return 0 if all(check.ok or not check.required for check in checks) else EXIT_CODES[Word.INVALID]

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -255,6 +256,17 @@ def test_doctor_names_every_backend(equivtest) -> None:
     checks = {check["name"]: check for check in json.loads(out)}
     assert checks["kernels reference"]["ok"]
     assert checks["kernels cpp"]["ok"]
+
+
+def test_doctor_prints_a_remedy_that_can_be_pasted(equivtest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = equivtest("doctor")
+    assert code == 4
+    assert "pip install 'equivtest[test]'" in out
 
 
 def test_doctor_exits_4_when_a_requirement_is_missing(equivtest, monkeypatch: pytest.MonkeyPatch) -> None:
