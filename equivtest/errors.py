@@ -12,6 +12,7 @@
     ├── ModelError
     │   ├── ModelUnavailable          the weights are not here and cannot be fetched
     │   ├── ChecksumMismatch          the weights are not the ones that were asked for
+    │   ├── CacheFull                 the KV cache has no room for the call
     │   └── UnsupportedModel          an architecture or file format this decoder does not read
     ├── SampleError
     │   ├── InvalidShard              a samples file that does not follow the schema
@@ -128,6 +129,14 @@ class UnsupportedModel(ModelError):
     def __init__(self, model: str, reason: str) -> None:
         self.model, self.reason = model, reason
         super().__init__(f"cannot load {model}: {reason}")
+
+
+class CacheFull(ModelError):
+    """The cache has fewer free pages (or sequences) than the call needs; the call changed nothing."""
+
+    def __init__(self, what: str, need: int, have: int) -> None:
+        self.what, self.need, self.have = what, need, have
+        super().__init__(f"KV cache is full: needs {need} {what}, has {have} free; use a smaller batch or a larger one")
 
 
 class SampleError(EquivtestError):

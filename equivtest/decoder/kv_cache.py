@@ -15,17 +15,9 @@ import torch
 from torch import Tensor
 
 from equivtest.decoder.config import ModelConfig
-from equivtest.errors import InvalidSetting, ModelError
+from equivtest.errors import CacheFull, InvalidSetting
 
 IntArray = npt.NDArray[np.int64]
-
-
-class CacheFull(ModelError):
-    """The cache has fewer free pages (or sequences) than the call needs; the call changed nothing."""
-
-    def __init__(self, what: str, need: int, have: int) -> None:
-        self.what, self.need, self.have = what, need, have
-        super().__init__(f"KV cache is full: needs {need} {what}, has {have} free; use a smaller batch or a larger one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

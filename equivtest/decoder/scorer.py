@@ -21,7 +21,8 @@ from equivtest.decoder.model import Model
 from equivtest.decoder.prefill import PAGE_SIZE
 from equivtest.decoder.stages import Int64Array
 from equivtest.errors import InvalidSetting
-from equivtest.kernels.contract import KernelBackend, RowParams, check_params_supported
+from equivtest.kernels.checks import check_params_supported
+from equivtest.kernels.contract import KernelBackend, RowParams
 from equivtest.records import LawColumns, SamplingParams
 from equivtest.rng import Purpose, uniforms
 

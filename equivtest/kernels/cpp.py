@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput
-from equivtest.kernels.contract import (
-    Capabilities,
-    RowParams,
-    SpecAccept,
-    SpecScratch,
-    Streams,
-    check_paged_attention,
-    check_sample,
-    check_spec_accept,
-    check_verify_probs,
-)
+from equivtest.kernels.checks import check_paged_attention, check_sample, check_spec_accept, check_verify_probs
+from equivtest.kernels.contract import Capabilities, RowParams, SpecAccept, SpecScratch, Streams
 from equivtest.kernels.extension import cache_dir, load_extension
 
 _FAULT = re.compile(r"row=(?P<row>\d+) value=(?P<value>\S+) problem=(?P<problem>[^\n]*)")

@@ -9,19 +9,14 @@ import torch
 from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput
-from equivtest.kernels.contract import (
-    PADDING,
-    Capabilities,
-    RowParams,
-    SpecAccept,
-    SpecScratch,
-    Streams,
+from equivtest.kernels.checks import (
     check_paged_attention,
     check_paged_attention_values,
     check_sample,
     check_spec_accept,
     check_verify_probs,
 )
+from equivtest.kernels.contract import PADDING, Capabilities, RowParams, SpecAccept, SpecScratch, Streams
 from equivtest.rng import Purpose, uniforms
 
 

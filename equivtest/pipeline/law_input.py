@@ -15,7 +15,7 @@ from equivtest.protocol.plan import Batch
 from equivtest.records import Origin, ShardKey
 from equivtest.samples.keys import shard_path
 from equivtest.samples.law import LAW_SCHEMA
-from equivtest.samples.validate import read_shard_table
+from equivtest.samples.validate import read_keyed_table
 from equivtest.stats.scored import ScoredTokens
 
 _SAMPLE_COLUMNS = ("seed", "position", "token_id", "slot", "num_draft", "step", "batch_row")
@@ -44,10 +44,11 @@ def read_scored_tokens(run_dir: Path, batches: Iterable[Batch], num_positions: i
 
 
 def _read_shard(run_dir: Path, key: ShardKey, num_positions: int) -> dict[str, npt.NDArray[np.generic]]:
-    samples = read_shard_table(shard_path(run_dir, key), [*_SAMPLE_COLUMNS, "origin"])
+    samples = read_keyed_table(shard_path(run_dir, key), key, [*_SAMPLE_COLUMNS, "origin"])
     law_path = shard_path(run_dir, key, kind="law")
-    law = read_shard_table(
+    law = read_keyed_table(
         law_path,
+        key,
         ["seed", "position", "token_id", *_LAW_COLUMNS, *_DRAFT_COLUMNS, "support_violation"],
         schema=LAW_SCHEMA,
     )

@@ -14,7 +14,7 @@ from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Batch, Protocol
 from equivtest.samples.keys import shard_path
 from equivtest.samples.law import law_shard_is_done, write_law_shard
-from equivtest.samples.validate import read_shard_table
+from equivtest.samples.validate import read_keyed_table
 
 
 def score(
@@ -38,7 +38,7 @@ def score(
         if law_shard_is_done(run_dir, key, protocol.num_positions):
             listener.skip(shape[0] * shape[1])
             continue
-        table = read_shard_table(shard_path(run_dir, key), ["token_id", "draft_token_id"])
+        table = read_keyed_table(shard_path(run_dir, key), key, ["token_id", "draft_token_id"])
         token_ids, draft_token_ids = (column.fill_null(-1).to_numpy().reshape(shape) for column in table.columns)
         samples = FinishedSamples(
             prompt_token_ids=prompts[key.prompt_id],

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from equivtest.errors import UnsupportedSampling
-from equivtest.kernels.contract import (
-    Capabilities,
-    KernelBackend,
-    RowParams,
-    SpecAccept,
-    SpecScratch,
-    Streams,
-    check_verify_probs,
-)
+from equivtest.kernels.checks import check_verify_probs
+from equivtest.kernels.contract import Capabilities, KernelBackend, RowParams, SpecAccept, SpecScratch, Streams
 
 
 class IncapableBackend:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from equivtest.decoder.kv_cache import CacheFull, PagedKVCache
-from equivtest.errors import InvalidSetting
+from equivtest.decoder.kv_cache import PagedKVCache
+from equivtest.errors import CacheFull, InvalidSetting
 from tests.decoder.tiny_models import tiny_config
 
 CONFIG = tiny_config(layers=1, heads=1, kv_heads=1, head_dim=2, max_position=64)

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput, KernelError, ScratchTooSmall, UnsupportedSampling
-from equivtest.kernels.contract import (
-    Capabilities,
-    KernelBackend,
-    RowParams,
-    SpecScratch,
-    Streams,
-    check_params_supported,
-    check_spec_accept,
-    check_verify_probs,
-)
+from equivtest.kernels.checks import check_params_supported, check_spec_accept, check_verify_probs
+from equivtest.kernels.contract import Capabilities, KernelBackend, RowParams, SpecScratch, Streams
 from equivtest.kernels.reference import ReferenceBackend
 from equivtest.records import SamplingParams
 

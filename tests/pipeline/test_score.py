@@ -112,7 +112,7 @@ def test_what_lacks_is_said(collected: tuple[Path, Scorer]) -> None:
         ShardKey(arm=arm, config="topp95", prompt_id="one", seed_start=0, seed_stop=16) for arm in (Arm.OFF, Arm.ON)
     )
     shard_path(run_dir, off, kind="law").write_bytes(shard_path(run_dir, on, kind="law").read_bytes())
-    with pytest.raises(MissingSamples, match="score the run again"):
+    with pytest.raises(InvalidShard, match="arm"):
         read_scored_tokens(run_dir, batches(Arm.OFF), PROTOCOL.num_positions)
     with pytest.raises(MissingSamples, match="no batch"):
         read_scored_tokens(run_dir, [], PROTOCOL.num_positions)
