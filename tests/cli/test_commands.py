@@ -7,10 +7,13 @@ import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
 from equivtest.cli import main as cli_main
+from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS
+from equivtest.cli.run import command as run_command
 from equivtest.engines.base import EngineOptions
 from equivtest.pipeline.analyse import AnalysisOptions
 from equivtest.pipeline.run import RunOptions, run
@@ -274,3 +277,10 @@ def test_doctor_exits_4_when_a_requirement_is_missing(equivtest, monkeypatch: py
     code, out, _ = equivtest("doctor", "--json")
     assert code == 4
     assert "pip install no-such-package" in out
+
+
+def test_the_command_line_has_the_defaults_of_the_library() -> None:
+    context = click.Context(run_command)
+    defaults = {param.name: param.get_default(context) for param in run_command.params}
+    for record, fields in ((EngineOptions(), ENGINE_FIELDS), (AnalysisOptions(), (*ANALYSIS_FIELDS, "confirm"))):
+        assert {field: defaults[field] for field in fields} == {field: getattr(record, field) for field in fields}
