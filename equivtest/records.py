@@ -236,6 +236,8 @@ class Evidence:
     statistic: float
     df: float | None = None
     p_value: float
+    adjusted_p: float | None = None
+    """p-value adjusted for every test that it was made with; None where nothing was adjusted."""
     estimate: float | None = None
     """Effect size in the unit that `method` names."""
     ci_low: float | None = None
@@ -247,9 +249,11 @@ class Evidence:
     """How the p-value and the estimate were computed, in one phrase."""
 
     def __post_init__(self) -> None:
-        for field in ("statistic", "df", "p_value", "estimate", "ci_low", "ci_high", "margin"):
+        for field in ("statistic", "df", "p_value", "adjusted_p", "estimate", "ci_low", "ci_high", "margin"):
             value = getattr(self, field)
             if value is not None and math.isnan(value):
                 raise InvalidSetting(f"Evidence.{field}", value, f"{self.family}/{self.name} must not be NaN")
-        if not 0 <= self.p_value <= 1:
-            raise InvalidSetting("Evidence.p_value", self.p_value, f"{self.family}/{self.name} must be in [0, 1]")
+        for field in ("p_value", "adjusted_p"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value <= 1:
+                raise InvalidSetting(f"Evidence.{field}", value, f"{self.family}/{self.name} must be in [0, 1]")

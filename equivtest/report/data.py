@@ -48,6 +48,7 @@ EVIDENCE_COLUMNS = (
     "statistic",
     "df",
     "p_value",
+    "adjusted_p",
     "estimate",
     "ci_low",
     "ci_high",
@@ -57,7 +58,7 @@ EVIDENCE_COLUMNS = (
 )
 ACCEPTANCE_COLUMNS = ("arm", "config", "slot", "reached", "accepted")
 
-MAY_BE_EMPTY = frozenset({"df", "estimate", "ci_low", "ci_high", "margin"})
+MAY_BE_EMPTY = frozenset({"df", "adjusted_p", "estimate", "ci_low", "ci_high", "margin"})
 """Columns in which a test that does not define the value leaves it empty."""
 
 

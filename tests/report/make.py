@@ -67,6 +67,7 @@ def evidence(configs: tuple[str, ...] = ("topp95",)) -> pd.DataFrame:
             "statistic": 3.0,
             "df": None,
             "p_value": 0.42,
+            "adjusted_p": 0.9,
             "estimate": 0.31,
             "ci_low": None,
             "ci_high": None,
