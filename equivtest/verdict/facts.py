@@ -1,26 +1,55 @@
 """What a verdict is made from: plain records that hold what was run and what the statistics found.
 
-A family of tests enters a verdict as one `Finding` a comparison; the rules do not know families apart.
+A family of tests enters a verdict as one `Finding` a subject; the rules know what a finding is for, not families.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from equivtest.records import Arm, Comparison
 
 
+class Role(StrEnum):
+    """What a finding is for."""
+
+    TEST = "test"
+    """Does speculative decoding sample from the right law? A flag that stands means that it does not."""
+    A_A = "a_a"
+    """Does it agree with itself under other seeds? If not, the samples cannot be trusted."""
+    TEETH = "teeth"
+    """Is a planted fault seen? It must be."""
+    REFERENCE = "reference"
+    """Does plain decoding follow the law that the others are held against? If not, that law is the wrong one."""
+
+
+ROLES: Mapping[Comparison, Role] = {
+    Comparison.OFF_ON: Role.TEST,
+    Comparison.ON_ON_NULL: Role.A_A,
+    Comparison.OFF_BIASED: Role.TEETH,
+}
+"""What two arms are compared for."""
+
+LAW_ROLES: Mapping[Arm, Role] = {Arm.OFF: Role.REFERENCE, Arm.ON: Role.TEST, Arm.BIASED: Role.TEETH}
+"""What an arm is held against the target's law for. `on_null` repeats `on` and has no vote."""
+
+
 class Place(NamedTuple):
-    """Where a test was made: a config, or one prompt of it, or one position of that prompt (a cell)."""
+    """Where a test was made: a config, or one prompt of it, or one position of that prompt (a cell); and which test,
+    where there are several."""
 
     config: str
     prompt_id: str | None = None
     position: int | None = None
+    test: str | None = None
 
     def __str__(self) -> str:
-        parts = [self.config, self.prompt_id, None if self.position is None else f"position {self.position}"]
+        position = None if self.position is None else f"position {self.position}"
+        parts = [self.config, self.prompt_id, position, self.test]
         return " / ".join(part for part in parts if part is not None)
 
 
@@ -70,9 +99,11 @@ class Flag:
     p_value: float
     """Adjusted for every test it was made with."""
     effect: float
-    """Size in the finding's measure."""
+    """Size, in the test's own measure."""
     effect_by_chance: float
     """What the same measure shows on average when nothing is wrong."""
+    words: str
+    """The size for people: "total variation distance 0.31 where 0.17 is usual"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +133,48 @@ class Confirmation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A 95 % interval that must lie inside its margin before a run is called equivalent."""
+
+    place: Place
+    estimate: float
+    low: float
+    high: float
+    margin: float
+    num_seeds: int
+    """Seeds behind it."""
+
+    @property
+    def inside(self) -> bool:
+        return -self.margin < self.low and self.high < self.margin
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """Seeds with which an interval about the same value would lie inside, its width falling with their root; None
+        where that value itself does not. A distance is never below 0 and is taken at its lower end."""
+        centre = max(self.low, 0.0) if self.place.test in DISTANCES else abs(self.estimate)
+        room = self.margin - centre
+        if room <= 0:
+            return None
+        width = max(abs(self.high), abs(self.low)) - centre
+        return math.ceil(self.num_seeds * (width / room) ** 2)
+
+
+DISTANCES = frozenset({"rank", "vocab"})
+"""Tests whose estimate is a distance: at least 0, and above it by chance alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One family of tests on one comparison."""
+    """One family of tests on one subject."""
 
     family: str
     """marginal, joint or law."""
-    comparison: Comparison
+    role: Role
+    subject: str
+    """What was tested: "off vs on", or "on against the target's law"."""
     unit: str
     """What one test is made on, in the plural: "cells"."""
-    measure: str
-    """What `Flag.effect` measures: "total variation distance"."""
     num_tests: Mapping[str, int]
     """Tests made, by config."""
     flagged: tuple[Flag, ...]
@@ -145,6 +208,8 @@ class RunFacts:
     """The fault of the biased arm, in words: "acceptance bias of 0.10"."""
     comparisons: tuple[Comparison, ...] = tuple(Comparison)
     """What the run was meant to compare. Two files of samples have no controls: only off vs on."""
+    diagnosis: tuple[str, ...] = ()
+    """What the pattern of the evidence points to, one sentence each; told where a difference stands."""
     confirm: bool = True
     """Whether a flag of stage 1 must be confirmed on fresh seeds before it counts."""
     caveats: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from equivtest.errors import InvalidSetting
 from equivtest.records import Comparison
 from equivtest.stats.marginal import MarginalResult, Statistic, marginal_family
-from equivtest.verdict.facts import Confirmation, Extreme, Finding, Flag, Place
+from equivtest.verdict.facts import ROLES, Confirmation, Extreme, Finding, Flag, Place
 
 Cell = tuple[str, str, int]
 """(config, prompt_id, position), in the order of the arrays that were tested."""
@@ -67,9 +67,9 @@ def marginal_finding(
     largest, excess = int(result.tv.argmax()), int(result.tv_excess.argmax())
     return Finding(
         family="marginal",
-        comparison=comparison,
+        role=ROLES[comparison],
+        subject=comparison.words,
         unit="cells",
-        measure="total variation distance",
         num_tests=dict(Counter(config for config, _, _ in cells)),
         flagged=flagged,
         smallest_p=float(result.q_value.min()),
@@ -99,6 +99,7 @@ def _flags(result: MarginalResult, cells: Sequence[Cell]) -> tuple[Flag, ...]:
             p_value=float(result.q_value[index]),
             effect=float(result.tv[index]),
             effect_by_chance=float(result.tv_null_mean[index]),
+            words=f"total variation distance {result.tv[index]:.2f} where {result.tv_null_mean[index]:.2f} is usual",
         )
         for index in np.flatnonzero(result.rejected).tolist()
     )

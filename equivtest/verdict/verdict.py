@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from equivtest.records import EXIT_CODES, Comparison, Word
-from equivtest.verdict.facts import Confirmation, Extreme, Finding, Flag
+from equivtest.records import EXIT_CODES, Word
+from equivtest.verdict.facts import Confirmation, Extreme, Finding, Flag, Interval, Place
 
 
 class Standing(StrEnum):
@@ -40,8 +40,9 @@ class Control:
     """What a control showed."""
 
     name: str
-    """"A/A" or "planted fault"."""
-    comparison: Comparison
+    """"A/A", "planted fault" or "reference law"."""
+    subject: str
+    """What was compared: "on vs on_null"."""
     passed: bool | None
     """None where it was not run, is undecided or had nothing to act on."""
     num_rejected: int
@@ -65,6 +66,10 @@ class Verdict:
     findings: tuple[Finding, ...]
     standings: tuple[Standing, ...]
     """What became of the flags of each finding, in their order."""
+    intervals: tuple[Interval, ...]
+    """What had to lie inside a margin."""
+    diagnosis: tuple[str, ...]
+    """What the pattern of the evidence points to; empty where nothing stands."""
     thresholds: Mapping[str, float | bool | str]
     """Levels and rules that were used."""
 
@@ -86,6 +91,8 @@ class Verdict:
                 _finding_dict(finding, standing)
                 for finding, standing in zip(self.findings, self.standings, strict=True)
             ],
+            "intervals": [_interval_dict(interval) for interval in self.intervals],
+            "diagnosis": list(self.diagnosis),
             "thresholds": dict(self.thresholds),
         }
 
@@ -93,7 +100,8 @@ class Verdict:
 def _finding_dict(finding: Finding, standing: Standing) -> dict[str, Any]:
     return {
         "family": finding.family,
-        "comparison": str(finding.comparison),
+        "role": str(finding.role),
+        "subject": finding.subject,
         "standing": str(standing),
         "unit": finding.unit,
         "num_tests": dict(finding.num_tests),
@@ -101,19 +109,35 @@ def _finding_dict(finding: Finding, standing: Standing) -> dict[str, Any]:
         "smallest_p": finding.smallest_p,
         "level": finding.level,
         "method": finding.method,
-        "measure": finding.measure,
         "flagged": [_flag_dict(flag) for flag in finding.flagged],
         "extremes": [_extreme_dict(extreme) for extreme in finding.extremes],
         "confirmation": None if finding.confirmation is None else _confirmation_dict(finding.confirmation),
     }
 
 
+def _place_dict(place: Place) -> dict[str, Any]:
+    return {name: value for name, value in place._asdict().items() if value is not None}
+
+
 def _flag_dict(flag: Flag) -> dict[str, Any]:
     return {
-        **flag.place._asdict(),
+        **_place_dict(flag.place),
         "p_value": flag.p_value,
         "effect": flag.effect,
         "effect_by_chance": flag.effect_by_chance,
+        "words": flag.words,
+    }
+
+
+def _interval_dict(interval: Interval) -> dict[str, Any]:
+    return {
+        **_place_dict(interval.place),
+        "estimate": interval.estimate,
+        "low": interval.low,
+        "high": interval.high,
+        "margin": interval.margin,
+        "inside": interval.inside,
+        "seeds_needed": interval.seeds_needed,
     }
 
 
@@ -122,7 +146,7 @@ def _extreme_dict(extreme: Extreme) -> dict[str, Any]:
         "name": extreme.name,
         "value": extreme.value,
         "by_chance": extreme.by_chance,
-        **extreme.place._asdict(),
+        **_place_dict(extreme.place),
     }
 
 
@@ -130,7 +154,7 @@ def _confirmation_dict(stage_2: Confirmation) -> dict[str, Any]:
     return {
         "alpha": stage_2.alpha,
         "num_samples": stage_2.num_samples,
-        "tested": [place._asdict() for place in stage_2.tested],
+        "tested": [_place_dict(place) for place in stage_2.tested],
         "confirmed": [_flag_dict(flag) for flag in stage_2.confirmed],
         "smallest_p": stage_2.smallest_p,
     }

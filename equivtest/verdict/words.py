@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from equivtest.records import Arm, Comparison, Word
-from equivtest.verdict.facts import ConfigFacts, Finding, Flag, RunFacts
+from equivtest.verdict.facts import ConfigFacts, Finding, Flag, Interval, Role, RunFacts
 
 _MOST_PLACES = 3
 """Places named in a sentence; the rest are counted."""
@@ -32,16 +32,19 @@ def headline(word: Word, reasons: Sequence[Reason]) -> str:
     return f"{opening}: {reasons[0].problem}{more}"
 
 
-def equivalent(run: RunFacts, findings: Sequence[Finding]) -> str:
-    """What an equivalent run has shown: no more than the planted fault allows to say."""
-    looked = _of(findings, Comparison.OFF_ON)
-    planted = _of(findings, Comparison.OFF_BIASED)
+def equivalent(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Interval]) -> str:
+    """What an equivalent run has shown: no more than its margins, and the planted fault, allow to say."""
+    looked = _of(findings, Role.TEST)
+    planted = _of(findings, Role.TEETH)
     found = "no difference stood on fresh seeds" if any(f.flagged for f in looked) else "no difference found"
     where = _and(_count(finding.num_all, finding.unit) for finding in looked)
     configs = ", ".join(config.config for config in run.configs if config.speculated)
     seen = _and(f"{len(f.flagged):,} of {_count(f.num_all, f.unit)}" for f in planted)
+    biases = [interval for interval in intervals if interval.place.test == "bias"]
+    widest = max(biases, key=lambda interval: max(-interval.low, interval.high), default=None)
+    bound = "" if widest is None else f"; {_bias(widest)}, inside the margin of {widest.margin:g}"
     return (
-        f"{found} between plain and speculative decoding in {where} ({configs}); "
+        f"{found} between plain and speculative decoding in {where} ({configs}){bound}; "
         f"a planted {run.planted_fault} was detected ({seen})"
     )
 
@@ -73,10 +76,40 @@ def a_a_failed(finding: Finding, confirm: bool) -> Reason:
     )
 
 
-def teeth_missed(config: ConfigFacts, run: RunFacts, findings: Sequence[Finding]) -> Reason:
-    tests = _and(
-        _count(f.num_tests.get(config.config, 0), f.unit) for f in findings if f.comparison is Comparison.OFF_BIASED
+def reference_failed(finding: Finding, confirm: bool) -> Reason:
+    return Reason(
+        f"plain decoding does not follow the law that the others are held against: {_stood(finding, confirm)}",
+        "the scorer's model, precision or sampling parameters are not the decoder's: compare them before anything else",
     )
+
+
+def margin_crossed(interval: Interval) -> Reason:
+    needed = interval.seeds_needed
+    problem = (
+        f"{interval.place} is {interval.estimate:+.4f} (95 % CI {interval.low:.4f} to {interval.high:.4f}), "
+        f"which crosses its margin of {interval.margin:g}"
+    )
+    if needed is None:
+        return Reason(problem, "no number of seeds settles this: the estimate itself lies outside the margin")
+    return Reason(
+        f"{problem}; about {needed:,} seeds would settle it, {interval.num_seeds:,} were drawn",
+        "run a larger --budget, or widen the margin if that much may be wrong",
+    )
+
+
+def inside_margin(interval: Interval) -> str:
+    return (
+        f"{interval.place} {interval.estimate:+.4f} (95 % CI {interval.low:.4f} to {interval.high:.4f}), "
+        f"inside its margin of {interval.margin:g}"
+    )
+
+
+def also_flagged(finding: Finding) -> str:
+    return f"{_flagged(finding)} on first look as well; not tested on fresh seeds, because a difference already stands"
+
+
+def teeth_missed(config: ConfigFacts, run: RunFacts, findings: Sequence[Finding]) -> Reason:
+    tests = _and(_count(f.num_tests.get(config.config, 0), f.unit) for f in _of(findings, Role.TEETH))
     return Reason(
         f"the planted {run.planted_fault} was missed in config {config.config} (0 of {tests})",
         "a real fault of that size would be missed too: collect more seeds or plant a larger fault",
@@ -163,10 +196,10 @@ def gate_line(finding: Finding | None) -> str:
     )
 
 
-def a_a_line(passed: bool | None, num_rejected: int, num_tests: int) -> str:
+def control_line(passed: bool | None, num_rejected: int, num_tests: int, subject: str) -> str:
     if not num_tests:
         return "not run"
-    found = f"{num_rejected:,} of {num_tests:,} rejected, on vs on_null"
+    found = f"{num_rejected:,} of {num_tests:,} rejected, {subject}"
     if passed is None:
         return f"undecided until tested on fresh seeds, {found}"
     chance = ", none standing on fresh seeds" if passed and num_rejected else ""
@@ -187,17 +220,29 @@ def _stood(finding: Finding, confirm: bool) -> str:
     sure = "on the first look, without confirmation"
     if stage_2 is not None:
         sure = f"again on {stage_2.num_samples:,} fresh samples an arm"
-    worst = max(flags, key=lambda flag: flag.effect - flag.effect_by_chance)
+    worst = max(flags, key=lambda flag: abs(flag.effect) - flag.effect_by_chance)
     return (
         f"{_flagged(finding, len(flags))} {sure} (smallest adjusted p {_p(min(flag.p_value for flag in flags))}); "
-        f"most at {worst.place}, {finding.measure} {worst.effect:.2f} where {worst.effect_by_chance:.2f} is usual; "
-        f"in {_places(flags)}"
+        f"{_where(flags, worst)}"
     )
+
+
+def _where(flags: Sequence[Flag], worst: Flag) -> str:
+    """The worst place of many alike; or, where every test is another one, the most significant of them."""
+    if worst.place.test is None:
+        return f"most at {worst.place}, {worst.words}; in {_places(flags)}"
+    named = "; ".join(f"{flag.place.config}: {flag.words}" for flag in flags[:_MOST_PLACES])
+    rest = len(flags) - _MOST_PLACES
+    return f"{named}{f'; and {rest} more' if rest > 0 else ''}"
+
+
+def _bias(interval: Interval) -> str:
+    return f"acceptance bias {interval.estimate:+.4f} (95 % CI {interval.low:.4f} to {interval.high:.4f})"
 
 
 def _flagged(finding: Finding, number: int | None = None) -> str:
     number = len(finding.flagged) if number is None else number
-    return f"{number:,} of {_count(finding.num_all, finding.unit)} differed, {finding.comparison.words},"
+    return f"{number:,} of {_count(finding.num_all, finding.unit)} differed, {finding.subject},"
 
 
 def _places(flags: Sequence[Flag]) -> str:
@@ -222,8 +267,8 @@ def _reasons(config: ConfigFacts) -> str:
     return ", ".join(f"{reason}: {number:,}" for reason, number in sorted(config.plain_reasons.items()))
 
 
-def _of(findings: Sequence[Finding], comparison: Comparison) -> list[Finding]:
-    return [finding for finding in findings if finding.comparison is comparison]
+def _of(findings: Sequence[Finding], role: Role) -> list[Finding]:
+    return [finding for finding in findings if finding.role is role]
 
 
 def _count(number: int, plural: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from equivtest.records import Arm, Comparison
-from equivtest.verdict.facts import ConfigFacts, Confirmation, Extreme, Finding, Flag, Place, RunFacts
+from equivtest.verdict.facts import ROLES, ConfigFacts, Confirmation, Extreme, Finding, Flag, Place, RunFacts
 
 ROWS = 8 * 32 * 256
 
@@ -34,7 +34,13 @@ def run_facts(*configs, **changes) -> RunFacts:
 
 def flags(number, config="topp95", prompt_id="code", p_value=1e-4):
     return tuple(
-        Flag(place=Place(config, prompt_id, position), p_value=p_value, effect=0.31, effect_by_chance=0.17)
+        Flag(
+            place=Place(config, prompt_id, position),
+            p_value=p_value,
+            effect=0.31,
+            effect_by_chance=0.17,
+            words="total variation distance 0.31 where 0.17 is usual",
+        )
         for position in range(number)
     )
 
@@ -42,9 +48,9 @@ def flags(number, config="topp95", prompt_id="code", p_value=1e-4):
 def finding(comparison, flagged=(), *, configs=("topp95",), family="marginal", confirmation=None) -> Finding:
     return Finding(
         family=family,
-        comparison=Comparison(comparison),
+        role=ROLES[Comparison(comparison)],
+        subject=Comparison(comparison).words,
         unit="cells",
-        measure="total variation distance",
         num_tests=dict.fromkeys(configs, 256),
         flagged=flagged,
         smallest_p=min((flag.p_value for flag in flagged), default=0.4),

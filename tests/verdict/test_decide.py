@@ -5,6 +5,7 @@ import pytest
 from equivtest.errors import InvalidSetting, ResolutionTooCoarse
 from equivtest.records import EXIT_CODES, Arm, Comparison, Word
 from equivtest.verdict.decide import decide
+from equivtest.verdict.facts import ROLES, Role
 from equivtest.verdict.verdict import Standing
 from tests.verdict.runs import config_facts, confirmation, finding, findings, flags, plain_facts, run_facts
 
@@ -198,7 +199,7 @@ def test_a_refusal_of_the_statistics_is_invalid():
 
 @pytest.mark.parametrize("comparison", Comparison)
 def test_a_planned_comparison_that_was_not_made_is_invalid(comparison):
-    made = [f for f in findings() if f.comparison is not comparison]
+    made = [f for f in findings() if f.role is not ROLES[comparison]]
     verdict = decide(run_facts(), made)
     assert verdict.word is Word.INVALID
     assert f"{comparison.words} was not analysed" in verdict.headline
@@ -251,7 +252,7 @@ def test_verdict_json_is_complete_stable_and_plain():
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert list(data) == [
         "verdict", "exit_code", "headline", "reasons", "next_steps", "gate_of_record", "controls", "findings",
-        "thresholds",
+        "intervals", "diagnosis", "thresholds",
     ]  # fmt: skip
     assert (data["verdict"], data["exit_code"]) == ("different", 1)
     assert data["thresholds"] == {
@@ -262,10 +263,12 @@ def test_verdict_json_is_complete_stable_and_plain():
         "planted_fault": "acceptance bias of 0.10",
     }
     first = data["findings"][0]
-    assert (first["comparison"], first["standing"], first["num_flagged"]) == ("off_on", "confirmed", {"topp95": 3})
+    assert (first["role"], first["subject"], first["standing"]) == ("test", "off vs on", "confirmed")
+    assert first["num_flagged"] == {"topp95": 3}
     assert first["flagged"][0] == {
         "config": "topp95", "prompt_id": "code", "position": 0,
         "p_value": 1e-4, "effect": 0.31, "effect_by_chance": 0.17,
+        "words": "total variation distance 0.31 where 0.17 is usual",
     }  # fmt: skip
     assert len(first["confirmation"]["confirmed"]) == 2
     assert json.dumps(data) == json.dumps(decide(run_facts(), verdict.findings).to_dict())
@@ -292,9 +295,9 @@ def test_one_flag_near_the_level_is_no_teeth():
 
 def test_the_planted_fault_needs_no_confirmation():
     judged = decide(run_facts(), findings())
-    by_comparison = {f.comparison: s for f, s in zip(judged.findings, judged.standings, strict=True)}
-    assert by_comparison[Comparison.OFF_BIASED] is Standing.CONFIRMED
-    assert by_comparison[Comparison.OFF_ON] is Standing.CLEAR
+    by_role = {f.role: s for f, s in zip(judged.findings, judged.standings, strict=True)}
+    assert by_role[Role.TEETH] is Standing.CONFIRMED
+    assert by_role[Role.TEST] is Standing.CLEAR
 
 
 def test_what_a_budget_cannot_show_is_said_with_every_verdict():
