@@ -58,6 +58,8 @@ class Manifest:
     """Seconds spent generating, by arm, over all sittings; shards found on disk cost nothing."""
     arm_tokens: Mapping[str, int] = field(default_factory=dict)
     """Tokens generated in those seconds, by arm."""
+    score_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds spent holding the tokens against the target's law, by arm, over all sittings."""
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     """Length of each prompt in tokens."""
     error: str | None = None
@@ -73,6 +75,10 @@ class Manifest:
             arm_seconds={**self.arm_seconds, arm: round(self.arm_seconds.get(arm, 0.0) + seconds, 3)},
             arm_tokens={**self.arm_tokens, arm: self.arm_tokens.get(arm, 0) + tokens},
         )
+
+    def add_score_time(self, arm: str, seconds: float) -> Manifest:
+        spent = round(self.score_seconds.get(arm, 0.0) + seconds, 3)
+        return dataclasses.replace(self, score_seconds={**self.score_seconds, arm: spent})
 
     def write(self, run_dir: Path) -> None:
         """Atomically: a reader never sees half a manifest."""

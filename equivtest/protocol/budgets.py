@@ -22,6 +22,10 @@ class Budget:
     epsilon: float
     """Default acceptance bias of the biased arm. A budget plants a fault of the size that it claims to find: a smoke
     run sees gross faults only, and its teeth say so."""
+    bias_margin: float = 0.01
+    """How far the acceptance bias's interval may reach for a run to be called equivalent: what its seeds can settle."""
+    pit_margin: float = 0.02
+    """The same for the distance of the transforms' distribution from the uniform one."""
     caveat: str = ""
     """What a run of this budget cannot show; printed with its verdict."""
 
@@ -35,6 +39,8 @@ BUDGETS: Mapping[str, Budget] = {
             num_positions=16,
             num_seeds=64,
             epsilon=0.5,
+            bias_margin=0.1,
+            pit_margin=0.1,
             caveat="a smoke run sees gross faults only and gates nothing: use --budget gate before a merge",
         ),
         Budget(name="gate", num_prompts=8, num_positions=32, num_seeds=256, epsilon=0.1),

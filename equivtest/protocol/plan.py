@@ -91,8 +91,8 @@ class Protocol:
         """First seed and one past the last of stage 2."""
         return self.num_seeds, self.num_seeds * (1 + CONFIRMATION_FACTOR)
 
-    def confirmation_batches(self, arms: tuple[Arm, Arm], strata: frozenset[tuple[str, str]]) -> Iterator[Batch]:
-        """Stage 2: fresh seeds of two arms for the flagged (config, prompt_id) pairs, one pair a batch sequence."""
+    def confirmation_batches(self, arms: tuple[Arm, ...], strata: frozenset[tuple[str, str]]) -> Iterator[Batch]:
+        """Stage 2: fresh seeds of some arms for the flagged (config, prompt_id) pairs, one pair a batch sequence."""
         for config, prompt_id in sorted(strata):
             for arm in arms:
                 yield from _pack(
