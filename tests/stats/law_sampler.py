@@ -72,6 +72,8 @@ class Fault:
     """No filter is applied."""
     draft_temperature: float = 1.0
     """Extra temperature on rows with a draft."""
+    keeps_draft: bool = False
+    """A rejected draft stays in the law that its replacement is drawn from."""
 
 
 CORRECT = Fault()
@@ -143,6 +145,8 @@ def simulate(
         one_hot = np.zeros_like(used)
         one_hot[member, draft] = 1.0
         residual = np.maximum(used - q, 0.0) if sampled_draft else used * (1 - one_hot)
+        if fault.keeps_draft:
+            residual = used
         residual = np.where(residual.sum(axis=1, keepdims=True) > 0, residual, used)
         recover_coin, draw_coin = (coins(kind, position, step, slot) for kind in (RECOVER_COIN, DRAW_COIN))
         drawn = invert(np.where(recovered[:, None], residual, used), np.where(recovered, recover_coin, draw_coin))
@@ -156,6 +160,7 @@ def simulate(
             "origin": np.select([accepted, recovered, is_bonus], [ACCEPTED, RECOVERED, BONUS], PLAIN),
             "slot": np.where(num_draft > 0, slot, -1),
             "num_draft": num_draft,
+            "is_draft": has_draft & (y == draft),
             "step": step,
             **law_columns(law, y, rng),
             **{name: values * has_draft for name, values in moments(law, f, y).items()},

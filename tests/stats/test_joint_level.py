@@ -12,8 +12,8 @@ NUM_REPLICATIONS = 1_000
 
 
 def replicated(num_off, num_on, epsilon, num_replications, seed):
-    """Global and first stratum's p-values of every statistic, [num_replications, 4] each, the family's p-value, and z of
-    mode."""
+    """Global and first stratum's p-values of every statistic, [num_replications, 4] each, the family's p-value, and
+    z of mode."""
     rng = np.random.default_rng(seed)
     laws = [prefix_laws(6, rng, vocab=6) for _ in range(2)]
     overall, first, family, mode = [], [], [], []

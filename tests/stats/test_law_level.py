@@ -20,7 +20,7 @@ UNIFORM = (
     *("bias", "bias_slot_0", "bias_slot_1", "surprisal_draft", "surprisal_bonus", "surprisal_plain", "rank", "vocab"),
     *("lag_accepted", "lag_recovered", "lag_bonus", "lag_plain", "rows"),
 )
-"""Tests whose p-value is uniform under H0; duplicates and support are conservative by nature."""
+"""Tests whose p-value is uniform under H0; duplicates, support and residual are conservative by nature."""
 
 
 @cache
@@ -51,7 +51,7 @@ def test_every_test_of_the_family_holds_its_level(sampled_draft: bool) -> None:
             rejections = int((np.array(p_values[name]) <= level).sum())
             interval = stats.binomtest(rejections, len(p_values[name])).proportion_ci(0.9999)
             assert interval.low <= level <= interval.high, (name, level, rejections)
-    assert set(p_values["support"]) == {1.0}
+    assert set(p_values["support"]) == set(p_values["residual"]) == {1.0}
 
 
 @pytest.mark.parametrize("sampled_draft", [False, True], ids=["greedy draft", "sampled draft"])
@@ -90,6 +90,7 @@ def extreme_drafts(num_tokens: int, epsilon: float, rng: np.random.Generator) ->
         q_token=(rng.random(num_tokens) < p + epsilon).astype(np.float64),
         q_mean=p,
         q_variance=p * (1 - p),
+        is_draft=zeros.astype(bool),
         support_violation=zeros.astype(bool),
     )
 
