@@ -50,6 +50,12 @@ def duplicates(tokens: ScoredTokens, stratum: str) -> Evidence:
     )
 
 
+def duplicates_per_sample(evidence: Evidence) -> float:
+    """The excess of equal pairs that `duplicates` found, a sample; the number of samples is read from its method."""
+    counted = re.search(r"of (\d+) whose", evidence.method)
+    return (evidence.estimate or 0.0) / int(counted[1]) if counted else 0.0
+
+
 def support(tokens: ScoredTokens, stratum: str) -> Evidence:
     """Was a token put out that the filters remove? One is enough: p = 0 then, and 1 without any.
 
