@@ -44,7 +44,7 @@ def read_scored_tokens(run_dir: Path, batches: Iterable[Batch], num_positions: i
 
 
 def _read_shard(run_dir: Path, key: ShardKey, num_positions: int) -> dict[str, npt.NDArray[np.generic]]:
-    samples = read_keyed_table(shard_path(run_dir, key), key, [*_SAMPLE_COLUMNS, "origin"])
+    samples = read_keyed_table(shard_path(run_dir, key), key, [*_SAMPLE_COLUMNS, "draft_token_id", "origin"])
     law_path = shard_path(run_dir, key, kind="law")
     law = read_keyed_table(
         law_path,
@@ -61,5 +61,8 @@ def _read_shard(run_dir: Path, key: ShardKey, num_positions: int) -> dict[str, n
         **{name: samples.column(name).to_numpy() for name in _SAMPLE_COLUMNS},
         **{name: law.column(name).to_numpy() for name in (*_LAW_COLUMNS, "support_violation")},
         **{name: pc.fill_null(law.column(name), 0.0).to_numpy() for name in _DRAFT_COLUMNS},
+        "is_draft": pc.fill_null(
+            pc.equal(samples.column("token_id"), samples.column("draft_token_id")), False
+        ).to_numpy(),
         "origin": origin.to_numpy(),
     }

@@ -52,7 +52,7 @@ class _Kind:
 
 _KINDS: Mapping[StatisticName, _Kind] = {
     "mode": _Kind(
-        side="large",
+        side="both",
         centred=True,
         what="excess of the most frequent next token in arm on",
         unit="excess frequency of that token",
@@ -162,9 +162,10 @@ def joint_family(
     differ by stratum and arm, T by stratum. Summed over strata:
 
     mode: sum over the nodes of the tree of b_m - b c_m / c, where b of the node's c samples are in arm on and m is its
-        most frequent token, chosen on combined counts; equally frequent tokens share the place. One-sided: large where
-        arm on takes the most likely token too often, as inflated acceptance does. Where it takes it too seldom z is
-        below 0. Its estimate is the Mantel-Haenszel difference of that token's frequency.
+        most frequent token, chosen on combined counts; equally frequent tokens share the place. Two-sided: above 0
+        where arm on takes the most likely token too often, as inflated acceptance of good drafts does, and below 0
+        where it takes it too seldom, as inflated acceptance of drafts that mostly are another token does. Its estimate
+        is the Mantel-Haenszel difference of that token's frequency.
     tree_g: sum over nodes and tokens of 2 o ln(o / e), e the arm's share of the node. Over all nodes this telescopes to
         the table of whole samples by arm, which is constant where no two samples are equal; so tokens of a node that
         are expected fewer than 5 times in an arm share one bin, and their subtrees are not looked at. It then is the G
@@ -178,9 +179,8 @@ def joint_family(
 
     The result does not depend on the order of samples within an arm, nor, up to rounding, on which id a token has at
     which prefix. mmd compares tokens of different prefixes, so ids may change by position only, and its p-value then
-    moves within its Monte-Carlo error. Swapping the arms changes the signs of mode and collisions, and with it the
-    one-sided p-value of mode, and nothing else; only where the arms are equally large in some strata and not in others
-    are the permutations different ones.
+    moves within its Monte-Carlo error. Swapping the arms changes the signs of mode and collisions and nothing else;
+    only where the arms are equally large in some strata and not in others are the permutations different ones.
     Raises InsufficientSamples (no strata, fewer than 2 samples in an arm), ResolutionTooCoarse, InvalidSetting,
     UnknownName.
 

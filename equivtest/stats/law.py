@@ -14,7 +14,7 @@ import numpy as np
 
 from equivtest.errors import InsufficientSamples, InvalidSetting
 from equivtest.records import Evidence, Origin
-from equivtest.stats.law_counts import duplicates, support
+from equivtest.stats.law_counts import duplicates, residual, support
 from equivtest.stats.law_martingale import SLOT_KINDS, bias, lag, slots_of_kind, surprisal
 from equivtest.stats.law_uniform import neighbours, pit, rows
 from equivtest.stats.multiplicity import holm
@@ -43,7 +43,8 @@ class LawResult:
     """Every test of the family on one stratum."""
 
     evidence: tuple[Evidence, ...]
-    """In the order bias, bias_slot_*, surprisal_*, rank, vocab, lag_*, rows, duplicates, support; p-values are raw."""
+    """In the order bias, bias_slot_*, surprisal_*, rank, vocab, lag_*, rows, duplicates, support, residual; p-values
+    are raw."""
     adjusted: Floats
     """[len(evidence)] p-values adjusted for the family (Holm 1979)."""
     left_out: tuple[InsufficientSamples, ...]
@@ -106,3 +107,5 @@ def _tests(tokens: ScoredTokens, margins: LawMargins) -> Iterator[Test]:
         yield rows
     yield duplicates
     yield support
+    if (tokens.origin == ORIGIN_CODES[Origin.RECOVERED]).any():
+        yield residual

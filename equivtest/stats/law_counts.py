@@ -1,13 +1,15 @@
-"""Tests of the law family that count: equal samples, and tokens off the support."""
+"""Tests of the law family that count: equal samples, and tokens that no right rule puts out."""
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 from scipy import special
 
 from equivtest.errors import InsufficientSamples
-from equivtest.records import Evidence
-from equivtest.stats.scored import Floats, Ints, ScoredTokens
+from equivtest.records import Evidence, Origin
+from equivtest.stats.scored import ORIGIN_CODES, Floats, Ints, ScoredTokens
 
 RARE = 0.01
 """Expected copies of a text among its group's samples up to which the text is rare."""
@@ -48,12 +50,21 @@ def duplicates(tokens: ScoredTokens, stratum: str) -> Evidence:
     )
 
 
+def duplicates_per_sample(evidence: Evidence) -> float:
+    """The excess of equal pairs that `duplicates` found, a sample; the number of samples is read from its method."""
+    counted = re.search(r"of (\d+) whose", evidence.method)
+    return (evidence.estimate or 0.0) / int(counted[1]) if counted else 0.0
+
+
 def support(tokens: ScoredTokens, stratum: str) -> Evidence:
     """Was a token put out that the filters remove? One is enough: p = 0 then, and 1 without any.
 
-    The statistic is the number of such tokens beyond the scorer's tolerance at the cut, the estimate their share.
+    The statistic is the number of such tokens beyond the scorer's tolerance at the cut, the estimate their share. The
+    method says how many were of which origin.
     """
-    count = int(tokens.support_violation.sum())
+    by_origin = np.bincount(tokens.origin[tokens.support_violation], minlength=len(Origin)).tolist()
+    count = sum(by_origin)
+    split = ", ".join(f"{number} {origin}" for origin, number in zip(Origin, by_origin, strict=True) if number)
     return Evidence(
         family="law",
         name="support",
@@ -62,7 +73,39 @@ def support(tokens: ScoredTokens, stratum: str) -> Evidence:
         p_value=0.0 if count else 1.0,
         estimate=count / tokens.num_tokens,
         num_tokens=tokens.num_tokens,
-        method="tokens with p(y) = 0 beyond the tolerance at the cut; any is a failure; estimate: their share",
+        method="tokens with p(y) = 0 beyond the tolerance at the cut"
+        + (f" ({split})" if split else "")
+        + "; any is a failure; estimate: their share",
+    )
+
+
+def support_by_origin(evidence: Evidence) -> dict[Origin, int]:
+    """How many tokens of which origin `support` counted, read back from its method; origins without any are absent."""
+    counted = re.findall(rf"(\d+) ({'|'.join(Origin)})", evidence.method)
+    return {Origin(origin): int(number) for number, origin in counted}
+
+
+def residual(tokens: ScoredTokens, stratum: str) -> Evidence:
+    """Was a draft put out that had just been rejected? One is enough: p = 0 then, and 1 without any.
+
+    No right rule does it: the residual of a draft that is a point mass lacks it, that of a sampled draft d is
+    max(p - q, 0), which is 0 where d can be rejected, and the rule that draws the target's own token recovers with one
+    that differs. The statistic is the number of recovered tokens that equal their own draft, the estimate their share.
+    Raises InsufficientSamples where nothing was recovered.
+    """
+    recovered = tokens.origin == ORIGIN_CODES[Origin.RECOVERED]
+    num_recovered, count = int(recovered.sum()), int((recovered & tokens.is_draft).sum())
+    if not num_recovered:
+        raise InsufficientSamples("law/residual (recovered tokens)", 0, 1)
+    return Evidence(
+        family="law",
+        name="residual",
+        stratum=stratum,
+        statistic=float(count),
+        p_value=0.0 if count else 1.0,
+        estimate=count / num_recovered,
+        num_tokens=num_recovered,
+        method="recovered tokens that equal the draft they replace; any is a failure; estimate: their share",
     )
 
 

@@ -26,8 +26,14 @@ SlotKind = Literal["draft", "bonus", "plain"]
 SLOT_KINDS: tuple[SlotKind, ...] = ("draft", "bonus", "plain")
 """Kinds of slots: where a draft is on offer, after full acceptance, and where no draft is offered."""
 
-MAX_WEIGHT = 20.0
-"""Cap of the bias test's weight 1 / Var f: a draft that is nearly never or nearly always right counts no more."""
+MAX_WEIGHT = 100.0
+"""Cap of the bias test's weight 1 / Var f: a draft that is nearly never or nearly always right counts no more.
+
+Without a cap the weights are the best ones against a small bias and S has heavy tails. On drafts of a small language
+model a cap of 20 needs 1.76 times the samples of the Neyman-Pearson limit, 100 needs 1.27 times."""
+
+SMALL_RUN_WEIGHT = 20.0
+"""The cap where a run is too small for the tails of S under MAX_WEIGHT."""
 
 MIN_TOKENS = 100
 """Fewest tokens whose outcome is open that a test takes."""
@@ -42,7 +48,9 @@ _Z_95 = 1.959963984540054
 
 
 def bias(tokens: ScoredTokens, stratum: str, *, margin: float | None = None, slot: int | None = None) -> Evidence:
-    """Are drafts kept too often, or too seldom? f = q_t(y), w = min(1 / Var f, 20), on draft slots (or on one).
+    """Are drafts kept too often, or too seldom? f = q_t(y), w = min(1 / Var f, cap), on draft slots (or on one).
+
+    The cap is 100, or 20 where few tokens make the tails of S under 100 too heavy: that is decided by variances alone.
 
     The estimate is the weighted mean of f - E f: for a greedy drafter, where f = 1[y = draft], the excess of the
     acceptance probability. For a sampled drafter it is the excess of q's mass at the token; 1[y = draft] must not be
@@ -54,9 +62,17 @@ def bias(tokens: ScoredTokens, stratum: str, *, margin: float | None = None, slo
     if slot is not None:
         chosen &= tokens.slot == slot
     variance = tokens.q_variance[chosen]
-    weight = 1.0 / np.maximum(variance, 1.0 / MAX_WEIGHT)
-    # |f - E f| is at most 1, so w^3 Var f bounds the third moment of a term.
-    _require_symmetry(name, weight**2 * variance, weight**3 * variance)
+    _require_tokens(name, len(variance))
+    for cap in (MAX_WEIGHT, SMALL_RUN_WEIGHT):
+        weight = 1.0 / np.maximum(variance, 1.0 / cap)
+        # |f - E f| is at most 1, so w^3 Var f bounds the third moment of a term.
+        skewness = float((weight**3 * variance).sum()) / float((weight**2 * variance).sum()) ** 1.5
+        if skewness <= _MAX_SKEWNESS:
+            break
+    else:
+        # At the same mix of tokens the skewness falls with the root of their number.
+        need = math.ceil(len(variance) * (skewness / _MAX_SKEWNESS) ** 2)
+        raise InsufficientSamples(f"law/{name} (tokens with an open outcome)", len(variance), need)
     return _z_test(
         name,
         stratum,
@@ -65,8 +81,8 @@ def bias(tokens: ScoredTokens, stratum: str, *, margin: float | None = None, slo
         weight=weight,
         unit=weight,
         margin=margin,
-        method="martingale z of q(y) on draft slots, weights min(1/Var, 20); estimate: weighted mean excess of the "
-        "probability of the draft",
+        method=f"martingale z of q(y) on draft slots, weights min(1/Var, {cap:g}); estimate: weighted mean excess of "
+        "the probability of the draft",
     )
 
 
@@ -166,19 +182,8 @@ def _require_tokens(name: str, have: int) -> None:
         raise InsufficientSamples(f"law/{name} (tokens with an open outcome)", have, MIN_TOKENS)
 
 
-def _require_symmetry(name: str, variances: Floats, third_moments: Floats) -> None:
-    """Raise InsufficientSamples where a few rare outcomes carry S, whose tails are then not normal."""
-    have = len(variances)
-    _require_tokens(name, have)
-    skewness = float(third_moments.sum()) / float(variances.sum()) ** 1.5
-    if skewness > _MAX_SKEWNESS:
-        # At the same mix of tokens the skewness falls with the root of their number.
-        need = math.ceil(have * (skewness / _MAX_SKEWNESS) ** 2)
-        raise InsufficientSamples(f"law/{name} (tokens with an open outcome)", have, need)
-
-
 def _require_light_tails(name: str, variances: Floats, fourth_moments: Floats) -> None:
-    """The same for a symmetric S, by its kurtosis."""
+    """Raise InsufficientSamples where a few terms carry a symmetric S, whose tails are then not normal."""
     have = len(variances)
     _require_tokens(name, have)
     total = float(variances.sum())

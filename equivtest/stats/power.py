@@ -18,11 +18,9 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from equivtest.errors import InsufficientSamples, InvalidSetting
+from equivtest.stats.law_martingale import MAX_WEIGHT
 
 Floats = npt.NDArray[np.float64]
-
-MAX_WEIGHT = 20.0
-"""Largest weight of a token in the bias test, by default."""
 
 _LARGEST_FACTOR = 1e6
 """Largest factor by which a protocol is thought to grow (and, inverted, to shrink)."""

@@ -20,6 +20,7 @@ ORIGIN_CODES = {origin: code for code, origin in enumerate(Origin)}
 
 _WHOLE = ("sample", "position", "token_id", "origin", "slot", "num_draft", "batch", "step", "batch_row", "group")
 _UNIT = ("p_token", "pit_rank", "pit_vocab", "q_token", "q_mean")
+_FLAGS = ("is_draft", "support_violation")
 _AT_LEAST_ZERO = ("entropy", "var_surprisal", "q_variance")
 
 
@@ -41,6 +42,8 @@ class ScoredTokens:
     """Index in the draft block: 0..num_draft-1, num_draft for bonus, -1 for plain."""
     num_draft: Ints
     """Drafts offered in the round."""
+    is_draft: Bools
+    """The token equals the draft that was offered at it; False where none was."""
     batch: Ints
     """Which `generate` call; step and batch_row count within it."""
     step: Ints
@@ -69,7 +72,7 @@ class ScoredTokens:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             array = np.asarray(getattr(self, field.name))
-            kind = np.bool_ if field.name == "support_violation" else np.int64 if field.name in _WHOLE else np.float64
+            kind = np.bool_ if field.name in _FLAGS else np.int64 if field.name in _WHOLE else np.float64
             object.__setattr__(self, field.name, array.astype(kind, copy=False))
         if self.sample.ndim != 1 or any(getattr(self, f.name).shape != self.sample.shape for f in _fields()):
             shapes = {f.name: getattr(self, f.name).shape for f in _fields()}

@@ -196,6 +196,7 @@ def scored(law: LawColumns, generations: list[Generation]) -> ScoredTokens:
         "token_id": [g.token_ids for g in generations],
         "slot": [g.slots for g in generations],
         "num_draft": [g.num_drafts for g in generations],
+        "is_draft": [g.token_ids == g.draft_token_ids for g in generations],
         "step": [g.steps for g in generations],
         "batch_row": [g.batch_rows for g in generations],
         "sample": np.repeat(np.arange(num_samples), num_positions),

@@ -91,11 +91,14 @@ def test_tokens_and_their_law_meet(collected: tuple[Path, Scorer]) -> None:
     tokens = read_scored_tokens(run_dir, batches(Arm.ON), PROTOCOL.num_positions)
     assert (tokens.num_tokens, int((~tokens.continues).sum())) == (256, 32)
     assert (tokens.origin == list(Origin).index(Origin.ACCEPTED)).any()
+    assert (tokens.is_draft == (tokens.origin == list(Origin).index(Origin.ACCEPTED))).all()
     assert (tokens.q_variance[~tokens.has_draft] == 0).all()
     assert (tokens.q_mean[tokens.has_draft] > 0).any()
     assert np.unique(tokens.group).tolist() == [0, 1]
     assert np.unique(tokens.batch).tolist() == [0]
-    assert {"rank", "rows", "support"} <= {e.name for e in law_family(tokens, "on").evidence}
+    on = law_family(tokens, "on")
+    assert {"rank", "rows", "support"} <= {e.name for e in on.evidence}
+    assert on.named("residual").statistic == 0
     plain = read_scored_tokens(run_dir, batches(Arm.OFF), PROTOCOL.num_positions)
     assert not plain.has_draft.any()
     assert law_family(plain, "off").named("support").statistic == 0

@@ -72,6 +72,12 @@ class Fault:
     """No filter is applied."""
     draft_temperature: float = 1.0
     """Extra temperature on rows with a draft."""
+    temperature: float = 1.0
+    """Extra temperature on every row."""
+    only_slot: int | None = None
+    """Epsilon is added in this slot alone."""
+    keeps_draft: bool = False
+    """A rejected draft stays in the law that its replacement is drawn from."""
 
 
 CORRECT = Fault()
@@ -119,6 +125,7 @@ def simulate(
     before = token
     slot, num_draft, step = np.full(count, -1), np.zeros(count, int), np.full(count, -1)
     recovered_coin = np.full(count, np.nan)
+    wrong_slots = range(max_draft) if fault.only_slot is None else [fault.only_slot]
     columns: dict[str, list[Array]] = {}
     for position in range(num_positions):
         opens = slot < 0
@@ -129,8 +136,9 @@ def simulate(
 
         law, q = world.law[token], world.draft[token]
         used = world.unfiltered[token] if fault.unfiltered else law
-        hot = used ** (1 / fault.draft_temperature)
-        used = np.where(has_draft[:, None], hot / hot.sum(axis=1, keepdims=True), used)
+        exponent = np.where(has_draft, 1 / fault.draft_temperature, 1.0) / fault.temperature
+        hot = used ** exponent[:, None]
+        used = hot / hot.sum(axis=1, keepdims=True)
         if fault.bonus_from_wrong_row:
             used = np.where(is_bonus[:, None], world.law[before], used)
         draft = invert(q, coins(DRAFT_COIN, position, step, slot)) if sampled_draft else q.argmax(axis=1)
@@ -138,11 +146,13 @@ def simulate(
         accept_coin = coins(ACCEPT_COIN, position, step, slot)
         if fault.reused_coin:
             accept_coin = np.where((slot == 0) & ~np.isnan(recovered_coin), recovered_coin, accept_coin)
-        accepted = has_draft & (accept_coin < p_draft / q_draft + fault.epsilon)
+        accepted = has_draft & (accept_coin < p_draft / q_draft + fault.epsilon * np.isin(slot, wrong_slots))
         recovered = has_draft & ~accepted
         one_hot = np.zeros_like(used)
         one_hot[member, draft] = 1.0
         residual = np.maximum(used - q, 0.0) if sampled_draft else used * (1 - one_hot)
+        if fault.keeps_draft:
+            residual = used
         residual = np.where(residual.sum(axis=1, keepdims=True) > 0, residual, used)
         recover_coin, draw_coin = (coins(kind, position, step, slot) for kind in (RECOVER_COIN, DRAW_COIN))
         drawn = invert(np.where(recovered[:, None], residual, used), np.where(recovered, recover_coin, draw_coin))
@@ -156,6 +166,7 @@ def simulate(
             "origin": np.select([accepted, recovered, is_bonus], [ACCEPTED, RECOVERED, BONUS], PLAIN),
             "slot": np.where(num_draft > 0, slot, -1),
             "num_draft": num_draft,
+            "is_draft": has_draft & (y == draft),
             "step": step,
             **law_columns(law, y, rng),
             **{name: values * has_draft for name, values in moments(law, f, y).items()},

@@ -12,10 +12,11 @@ NUM_REPLICATIONS = 1_000
 
 
 def replicated(num_off, num_on, epsilon, num_replications, seed):
-    """Global and first stratum's p-values of every statistic, [num_replications, 4] each, and the family's p-value."""
+    """Global and first stratum's p-values of every statistic, [num_replications, 4] each, the family's p-value, and
+    z of mode."""
     rng = np.random.default_rng(seed)
     laws = [prefix_laws(6, rng, vocab=6) for _ in range(2)]
-    overall, first, family = [], [], []
+    overall, first, family, mode = [], [], [], []
     for _ in range(num_replications):
         result = joint_family(
             [plain(law, num_off, rng) for law in laws],
@@ -27,14 +28,15 @@ def replicated(num_off, num_on, epsilon, num_replications, seed):
         overall.append([test.p_value for test in result.tests])
         first.append([test.stratum_p_value[0] for test in result.tests])
         family.append(result.p_value)
-    return np.array(overall), np.array(first), np.array(family)
+        mode.append(result["mode"].z)
+    return np.array(overall), np.array(first), np.array(family), np.array(mode)
 
 
 @pytest.mark.parametrize(("num_off", "num_on", "seed"), [(24, 24, 41), (30, 15, 42)])
 def test_a_correct_decoder_is_flagged_at_the_level(num_off, num_on, seed):
     """1,000 A/A runs of two strata. 5 % must lie in the exact 99.9 % interval of every statistic's share of p at most
     .05, a false alarm once in 1,000 each (9 intervals); the whole family may be below the level, as Holm is."""
-    overall, first, family = replicated(num_off, num_on, 0.0, NUM_REPLICATIONS, seed)
+    overall, first, family, _ = replicated(num_off, num_on, 0.0, NUM_REPLICATIONS, seed)
     for p_values in (overall, first):
         for name, column in zip(STATISTICS, p_values.T, strict=True):
             interval = stats.binomtest(int((column <= 0.05).sum()), NUM_REPLICATIONS).proportion_ci(0.999)
@@ -44,8 +46,10 @@ def test_a_correct_decoder_is_flagged_at_the_level(num_off, num_on, seed):
     assert flagged >= 10
 
 
-def test_an_inflated_acceptance_is_flagged():
-    """The twin: a bias of .35 at 24 samples, found by mode in over 90 % of 100 runs, and by the family."""
-    overall, _, family = replicated(24, 24, 0.35, 100, 43)
+@pytest.mark.parametrize(("epsilon", "seed"), [(0.35, 43), (-0.35, 44)], ids=["inflated", "deflated"])
+def test_a_wrong_acceptance_is_flagged_in_its_direction(epsilon, seed):
+    """The twin: a bias of .35 at 24 samples, up or down, found by mode in over 90 % of 100 runs, and by the family."""
+    overall, _, family, mode = replicated(24, 24, epsilon, 100, seed)
     assert (overall[:, 0] <= 0.05).mean() > 0.9
     assert (family <= 0.05).mean() > 0.9
+    assert (np.sign(mode) == np.sign(epsilon)).mean() > 0.9

@@ -8,6 +8,7 @@ from scipy import stats
 
 from equivtest.records import Origin
 from equivtest.stats.law import LawResult, law_family
+from equivtest.stats.law_counts import residual
 from equivtest.stats.law_martingale import bias, lag
 from equivtest.stats.marginal import marginal_family
 from tests.stats.law_sampler import Fault, Simulation, even_world, make_world, simulate
@@ -69,7 +70,14 @@ CASES = {
         Fault(draft_temperature=1.3),
         False,
         {"surprisal_draft"},
-        {"surprisal_bonus", "surprisal_plain", "rows", "duplicates", "support", "lag_recovered"},
+        {"surprisal_bonus", "surprisal_plain", "rows", "duplicates", "support", "residual", "lag_recovered"},
+    ),
+    "residual keeps the rejected draft": (
+        Fault(keeps_draft=True),
+        False,
+        {"residual", "bias"},
+        # Not rows: where most ranks are shifted one way, their products are, too.
+        {"surprisal_bonus", "surprisal_plain", "duplicates", "support", "lag_recovered"},
     ),
 }
 
@@ -84,6 +92,15 @@ def test_a_fault_is_found_by_the_tests_that_should_see_it_and_by_no_other(case: 
         assert share_flagged(results, name) > 0.9, name
     for name in unseen:
         assert share_flagged(results, name) <= 3 / NUM_RUNS, name
+
+
+def test_a_residual_that_keeps_a_sampled_draft_is_seen_and_a_right_one_is_not() -> None:
+    sizes = {"sampled_draft": True, "samples_per_group": 80, "max_draft": 2, "seed": 31}
+    for keeps_draft in (False, True):
+        tokens = simulate(make_world(11), 1, fault=Fault(keeps_draft=keeps_draft), **sizes).replication(0)  # type: ignore[arg-type]
+        evidence = residual(tokens, "on")
+        assert (evidence.statistic > 0, evidence.p_value) == (keeps_draft, 1.0 - keeps_draft)
+        assert evidence.estimate == evidence.statistic / evidence.num_tokens
 
 
 def test_a_fault_in_one_slot_is_found_in_that_slot() -> None:

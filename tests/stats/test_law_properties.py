@@ -14,7 +14,7 @@ from scipy import stats
 from equivtest.errors import InsufficientSamples, InvalidSetting
 from equivtest.records import Origin
 from equivtest.stats.law import LawMargins, LawResult, law_family
-from equivtest.stats.law_counts import duplicates
+from equivtest.stats.law_counts import duplicates, support_by_origin
 from equivtest.stats.law_martingale import bias, lag, surprisal
 from equivtest.stats.law_uniform import dkw_half_width, neighbours, pit, rows, sup_distance
 from equivtest.stats.scored import ScoredTokens
@@ -118,6 +118,8 @@ def test_a_token_off_the_support_is_counted_by_support_and_by_nothing_else() -> 
     result = law_family(off, "on")
     assert [e.name for e in result.flagged()] == ["support"]
     assert result.named("support").statistic == 1
+    assert support_by_origin(result.named("support")) == {list(Origin)[int(scored.origin[plain])]: 1}
+    assert support_by_origin(law_family(scored, "on").named("support")) == {}
     assert surprisal(off, "on", kind="plain").num_tokens == surprisal(scored, "on", kind="plain").num_tokens - 1
 
 

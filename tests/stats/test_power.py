@@ -91,6 +91,14 @@ def test_more_seeds_and_larger_biases_are_found_more_often_and_the_best_test_is_
     assert law_power(protocol).ratio > 1
 
 
+def test_the_cap_of_the_weights_costs_little_where_drafts_are_nearly_sure():
+    """Over a quarter of the drafts is beyond the cap, down to p (1 - p) = .001: twice the limit, where the cap of small
+    runs needs almost four times as much."""
+    p = draft_probs(20_000, shape=(0.3, 0.3)).clip(1e-3, 1 - 1e-3)
+    assert law_power(pilot(p, 256)).ratio < 2
+    assert law_power(pilot(p, 256, max_weight=20.0)).ratio > 3.5
+
+
 def test_what_a_protocol_sees_is_said_once():
     protocol = pilot(draft_probs(20_000), 256)
     result = law_power(protocol)

@@ -1,0 +1,345 @@
+"""From the pattern of the evidence to the stage of the decoder to look at, in words.
+
+A table of rules, the most specific first. A rule looks at the lines that are flagged and not explained yet, says one
+sentence and explains the lines that its fault moves as well: an inflated acceptance also shifts surprisals and ranks.
+What no rule explains is listed as such. So one fault gives one sentence, and several sentences mean several faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from equivtest.errors import InvalidSetting
+from equivtest.records import Evidence, Origin
+from equivtest.stats.law_counts import duplicates_per_sample, support_by_origin
+
+_SHAPE = ("rank", "vocab", "rows")
+"""Moved by every fault that moves many tokens one way: `rows` as well, whose products then have a mean above 0."""
+
+_MANY_PAIRS = 0.05
+"""Excess pairs of equal samples, a sample, from which samples count as copies of each other."""
+
+_CLEAR = 4.0
+"""z beyond which a line is clear by itself."""
+
+_HOTTER = 1.2
+"""z of a draft row's surprisal over that of the bias from which the row's law is wrong rather than the acceptance."""
+
+_ROW_WORDS = {Origin.ACCEPTED: "draft", Origin.RECOVERED: "draft", Origin.BONUS: "bonus", Origin.PLAIN: "plain"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """The evidence of one arm and config by name, and the flagged names that are not explained yet."""
+
+    by_name: dict[str, Evidence]
+    open: frozenset[str]
+
+    def z(self, name: str) -> float:
+        """0 where the line is not there."""
+        return self.by_name[name].statistic if name in self.by_name else 0.0
+
+    def estimate(self, name: str) -> float:
+        return (self.by_name[name].estimate or 0.0) if name in self.by_name else 0.0
+
+    def matching(self, *patterns: str) -> list[str]:
+        """Open names."""
+        return sorted(name for name in self.open if any(fnmatch(name, pattern) for pattern in patterns))
+
+    def size(self, name: str, unit: str = "", sign: bool = False) -> str:
+        """`0.021 (95 % CI 0.017 to 0.025)`."""
+        line = self.by_name[name]
+        turn = 1.0 if sign or self.estimate(name) >= 0 else -1.0
+        low, high = sorted(turn * (end or 0.0) for end in (line.ci_low, line.ci_high))
+        return f"{turn * self.estimate(name):{'+' if sign else ''}.3f}{unit} (95 % CI {low:.3f} to {high:.3f})"
+
+    def excludes_zero(self, name: str) -> bool:
+        line = self.by_name[name]
+        return line.ci_low is not None and line.ci_high is not None and not line.ci_low <= 0 <= line.ci_high
+
+    def off_support(self) -> dict[Origin, int]:
+        return support_by_origin(self.by_name["support"]) if "support" in self.by_name else {}
+
+
+Said = tuple[str, Sequence[str]]
+"""A sentence, and patterns of the names that it explains."""
+_Rule = Callable[[_Lines], Said | None]
+
+
+def diagnose(
+    on: Sequence[Evidence], off: Sequence[Evidence] = (), joint: Sequence[Evidence] = (), *, alpha: float = 0.01
+) -> tuple[str, ...]:
+    """What is wrong with one config, and where to look; empty where nothing is flagged.
+
+    on, off: lines of the law family, empty where the law is not known; joint: lines of the joint family of arm off
+    against arm on. A line is flagged where its adjusted p-value (the p-value where there is none) is below alpha.
+    Raises InvalidSetting where a name comes twice, as when lines of two configs are mixed.
+    """
+    reference = _law_sentences(_lines(off, alpha))
+    if reference:
+        return _off_sentences(_lines(off, alpha), reference)
+    law = _law_sentences(_lines(on, alpha))
+    if law:
+        return law
+    whole = _joint_sentence(_lines(joint, alpha))
+    if whole and on:
+        return (f"every token of arm on follows the law at its own prefix, yet {whole}",)
+    return (whole,) if whole else ()
+
+
+def _lines(evidence: Iterable[Evidence], alpha: float) -> _Lines:
+    by_name: dict[str, Evidence] = {}
+    for line in evidence:
+        if line.name in by_name:
+            raise InvalidSetting("evidence to diagnose", line.name, "must hold each test once")
+        by_name[line.name] = line
+    levels = {n: e.p_value if e.adjusted_p is None else e.adjusted_p for n, e in by_name.items()}
+    return _Lines(by_name, frozenset(name for name, level in levels.items() if level < alpha))
+
+
+def _law_sentences(lines: _Lines) -> tuple[str, ...]:
+    sentences = []
+    for rule in _RULES:
+        said = rule(lines)
+        if said:
+            sentences.append(said[0])
+            lines = _Lines(lines.by_name, lines.open - set(lines.matching(*said[1])))
+    if lines.open:
+        failed = ", ".join(f"{name} ({lines.by_name[name].statistic:.4g})" for name in sorted(lines.open))
+        sentences.append(f"no known fault looks like this; what failed (statistic): {failed}")
+    return tuple(sentences)
+
+
+def _off_sentences(lines: _Lines, sentences: tuple[str, ...]) -> tuple[str, ...]:
+    if _shared_rows(lines) or _equal_samples(lines):
+        return tuple(f"in arm off already, {sentence}" for sentence in sentences)
+    failed = ", ".join(sorted(lines.open))
+    return (
+        f"arm off does not follow the law either ({failed}): the reference law is not the decoder's law; look at the "
+        "scorer's weights, precision, temperature and filters before anything else",
+    )
+
+
+def _shared_rows(lines: _Lines) -> Said | None:
+    # Coins that rows share move every other sum at random, and less than their own.
+    others = max((abs(lines.z(n)) for n in lines.matching("bias*", "surprisal_*", "lag_*")), default=0.0)
+    if abs(lines.z("rows")) <= max(others, _CLEAR * _copies(lines) ** 0.5 if lines.matching("duplicates") else 0.0):
+        return None
+    # A shift of all ranks by at most the supremum distance d gives their products a correlation of at most 12 d^2.
+    if not lines.matching("rows") or abs(lines.estimate("rows")) <= 12 * lines.estimate("rank") ** 2:
+        return None
+    return (
+        f"rows of a batch draw together (correlation {lines.size('rows', sign=True)}): look at how random streams are "
+        "told apart by row and request",
+        ("bias*", "surprisal_*", "lag_*", "duplicates", *_SHAPE),
+    )
+
+
+def _equal_samples(lines: _Lines) -> Said | None:
+    if not lines.matching("duplicates"):
+        return None
+    a_sample = duplicates_per_sample(lines.by_name["duplicates"])
+    # Where drafts are kept much too often samples repeat, too.
+    if a_sample < _MANY_PAIRS or lines.z("bias") > _CLEAR * _copies(lines) ** 0.5:
+        return None
+    return _seeds(lines, ("bias*", "surprisal_*", "lag_*", "duplicates", *_SHAPE))
+
+
+def _copies(lines: _Lines) -> float:
+    """How often a text is there: with c copies of each, sums vary c times as much and z as sqrt(c)."""
+    line = lines.by_name.get("duplicates")
+    return 1 + 2 * max(0.0, duplicates_per_sample(line)) if line else 1.0
+
+
+def _few_equal_samples(lines: _Lines) -> Said | None:
+    return _seeds(lines, ("duplicates",)) if lines.matching("duplicates") else None
+
+
+def _seeds(lines: _Lines, explained: Sequence[str]) -> Said:
+    excess = lines.estimate("duplicates")
+    return (
+        f"samples repeat ({excess:.0f} equal pairs more than chance): look at seeds that collide or are ignored",
+        explained,
+    )
+
+
+def _residual(lines: _Lines) -> Said | None:
+    if not lines.matching("residual"):
+        return None
+    share, count = lines.estimate("residual"), lines.z("residual")
+    return (
+        f"recovered tokens include their own rejected draft ({count:.0f} of them, {share:.1%}): look at the residual "
+        "that a rejection draws from",
+        ("residual", "bias*", "surprisal_draft", "lag_*", "duplicates", *_SHAPE),
+    )
+
+
+def _lag(lines: _Lines) -> Said | None:
+    others = max((abs(lines.z(n)) for n in lines.matching("bias*", "surprisal_*")), default=0.0)
+    name = max(lines.matching("lag_*"), key=lambda n: abs(lines.z(n)), default=None)
+    if name is None or abs(lines.z(name)) <= others:
+        return None
+    previous = name.removeprefix("lag_")
+    before = {"recovered": "a recovery", "bonus": "a bonus draw", "plain": "a plain draw"}.get(
+        previous, "an acceptance"
+    )
+    return (
+        f"coins are shared between {before} and the next acceptance (slope {lines.size(name, sign=True)}): look at how "
+        "far the generator advances a round",
+        ("lag_*", "bias*", "surprisal_draft", *_SHAPE),
+    )
+
+
+def _filters(lines: _Lines) -> Said | None:
+    counts = lines.off_support() if lines.matching("support") else {}
+    elsewhere = {Origin.ACCEPTED} | ({Origin.BONUS} if lines.matching("surprisal_bonus") else set())
+    if set(counts) <= elsewhere:  # then it is the acceptance, or the bonus row, that is wrong
+        return None
+    kinds = " and ".join(dict.fromkeys(_ROW_WORDS[origin] for origin in counts))
+    split = ", ".join(f"{count} {origin}" for origin, count in counts.items())
+    inflated = ("bias*",) if lines.estimate("bias") <= 0 else ()
+    return (
+        f"tokens that the filters remove were put out ({split}): look at where filters are applied on {kinds} rows",
+        ("support", "surprisal_*", "lag_*", *inflated, *_SHAPE),
+    )
+
+
+def _every_row(lines: _Lines) -> Said | None:
+    there = sorted(name for name in lines.by_name if name.startswith("surprisal_"))
+    signs = {lines.z(name) > 0 for name in there}
+    if len(there) < 2 or len(signs) > 1 or not lines.matching("surprisal_*"):
+        return None
+    if not all(lines.excludes_zero(name) for name in there):
+        return None
+    if abs(lines.z("surprisal_draft")) <= _HOTTER * abs(lines.z("bias")):
+        return None
+    sizes = ", ".join(f"{name.removeprefix('surprisal_')} {lines.size(name, ' nat', sign=True)}" for name in there)
+    return (
+        f"all kinds of rows are too {'hot' if signs.pop() else 'cold'} (surprisal: {sizes}): look at the temperature "
+        "and filters that they share",
+        ("surprisal_*", "bias*", "lag_*", "duplicates", *_SHAPE),
+    )
+
+
+def _draft_rows(lines: _Lines) -> Said | None:
+    if not lines.matching("surprisal_draft") or abs(lines.z("surprisal_draft")) <= _HOTTER * abs(lines.z("bias")):
+        return None
+    return (
+        f"rows with a draft are too {'hot' if lines.z('surprisal_draft') > 0 else 'cold'} (surprisal "
+        f"{lines.size('surprisal_draft', ' nat', sign=True)}){_clean(lines)}: look at the temperature and filters of "
+        "the rows that drafts are verified on",
+        ("surprisal_draft", "bias*", "lag_*", *_SHAPE),
+    )
+
+
+def _acceptance(lines: _Lines) -> Said | None:
+    off_support = lines.off_support().get(Origin.ACCEPTED, 0) if lines.matching("support") else 0
+    if not lines.matching("bias*"):
+        if not off_support:
+            return None
+        return (
+            f"drafts that the filters remove were accepted ({off_support} of them){_clean(lines)}: look at the "
+            "acceptance test",
+            ("support", "surprisal_draft", *_SHAPE),
+        )
+    slots = {int(n.removeprefix("bias_slot_")): n for n in lines.by_name if n.startswith("bias_slot_")}
+    sole = _sole_slot(lines, slots)
+    name = slots[sole] if sole is not None else "bias" if "bias" in lines.by_name else lines.matching("bias*")[0]
+    inflated = lines.estimate(name) > 0
+    moved = [s for s, n in sorted(slots.items()) if lines.excludes_zero(n) and (lines.estimate(n) > 0) is inflated]
+    look = "the acceptance test"
+    if sole is not None:
+        where, look = f"slot {sole} alone", "shifted rows or stale probabilities in that slot"
+    elif moved:
+        whole = moved == list(range(moved[0], moved[-1] + 1)) and len(moved) > 1
+        where = (
+            f"slots {moved[0]}-{moved[-1]}" if whole else f"slot{'s' * (len(moved) > 1)} {', '.join(map(str, moved))}"
+        )
+    else:
+        where = "the draft slots together"
+    extra = f", drafts that the filters remove included ({off_support})" if off_support else ""
+    return (
+        f"acceptance is {'inflated' if inflated else 'deflated'} by {lines.size(name)} in {where}{extra}"
+        f"{_clean(lines)}: look at {look}",
+        (
+            *("bias*", "surprisal_draft", "lag_*", *_SHAPE),
+            *(("support",) if off_support else ()),
+            *(("duplicates",) if inflated else ()),
+        ),
+    )
+
+
+def _sole_slot(lines: _Lines, slots: dict[int, str]) -> int | None:
+    """The slot that is flagged while every other one's interval lies nearer to 0, or None."""
+    flagged = [slot for slot, name in slots.items() if name in lines.open]
+    if len(flagged) != 1 or len(slots) < 2:
+        return None
+    this = lines.by_name[slots[flagged[0]]]
+    sign = 1 if this.statistic > 0 else -1
+    nearest = min(sign * (end or 0.0) for end in (this.ci_low, this.ci_high))
+    others = (lines.by_name[name] for slot, name in slots.items() if slot != flagged[0])
+    apart = all(max(sign * (end or 0.0) for end in (other.ci_low, other.ci_high)) < nearest for other in others)
+    return flagged[0] if apart else None
+
+
+def _own_draws(lines: _Lines) -> Said | None:
+    names = lines.matching("surprisal_bonus", "surprisal_plain")
+    if not names:
+        return None
+    explained = (*names, *_SHAPE, *(("support",) if Origin.BONUS in lines.off_support() else ()))
+    if names == ["surprisal_bonus"]:
+        size = lines.size("surprisal_bonus", " nat", sign=True)
+        return (
+            f"rows after a full acceptance draw from a different law (surprisal {size}): look at which logits row "
+            "feeds the bonus",
+            explained,
+        )
+    sizes = ", ".join(f"{n.removeprefix('surprisal_')} {lines.size(n, ' nat', sign=True)}" for n in names)
+    return f"tokens drawn without a draft follow another law (surprisal: {sizes}): look at the plain draw", explained
+
+
+def _inverse(lines: _Lines) -> Said | None:
+    if lines.matching("rank", "vocab") != ["vocab"]:
+        return None
+    return (
+        f"tokens are off in vocabulary order (distance {lines.size('vocab')}) and not in order of probability: look at "
+        "how the draw inverts the distribution function",
+        ("vocab",),
+    )
+
+
+_RULES: tuple[_Rule, ...] = (
+    *(_shared_rows, _equal_samples, _residual, _lag, _filters, _every_row, _draft_rows, _acceptance, _own_draws),
+    *(_inverse, _few_equal_samples),
+)
+
+
+def _clean(lines: _Lines) -> str:
+    """`; bonus and plain tokens follow the law`, as far as it was tested and holds."""
+    kinds = [k for k in ("bonus", "plain") if f"surprisal_{k}" in lines.by_name and f"surprisal_{k}" not in lines.open]
+    return f"; {' and '.join(kinds)} tokens follow the law" if kinds else ""
+
+
+def _joint_sentence(lines: _Lines) -> str:
+    """Empty where nothing is flagged."""
+    parts, looks = [], []
+    if lines.matching("mode"):
+        often = lines.z("mode") > 0
+        parts.append(
+            f"takes the likeliest next token too {'often' if often else 'seldom'} ({lines.estimate('mode'):+.4f})"
+        )
+        looks.append("the acceptance test")
+    if lines.matching("collisions"):
+        lost = lines.z("collisions") > 0
+        parts.append(
+            f"has {'lost' if lost else 'gained'} entropy (shared prefixes {lines.estimate('collisions'):+.3f} tokens)"
+        )
+        looks.append(
+            "colliding seeds and too low a temperature" if lost else "too high a temperature and missing filters"
+        )
+    if not parts and lines.open:
+        parts.append(f"differs from arm off in whole samples ({', '.join(sorted(lines.open))}) without a direction")
+        looks.append("coins shared between steps, and at the rows that laws are read from")
+    return f"arm on {' and '.join(parts)}: look at {' and at '.join(looks)}" if parts else ""

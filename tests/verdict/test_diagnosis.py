@@ -1,0 +1,163 @@
+"""One sentence for one fault: the pattern of the evidence names the stage that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from equivtest.errors import InvalidSetting
+from equivtest.records import Evidence
+from equivtest.stats.joint import joint_family
+from equivtest.stats.law import law_family
+from equivtest.stats.scored import ScoredTokens
+from equivtest.verdict.diagnosis import diagnose
+from tests.stats.law_sampler import Fault, even_world, make_world, simulate
+from tests.stats.sequences import plain, prefix_laws, speculative
+
+NUM_RUNS = 20
+"""Runs of 7,680 tokens for each fault."""
+
+SIZES = {"samples_per_group": 160, "num_positions": 24, "max_draft": 2}
+
+
+def lines(tokens: ScoredTokens) -> list[Evidence]:
+    result = law_family(tokens, "on / test")
+    return [
+        dataclasses.replace(line, adjusted_p=float(adjusted))
+        for line, adjusted in zip(result.evidence, result.adjusted, strict=True)
+    ]
+
+
+def runs(fault: Fault, *, even: bool = False, seed: int = 61, **options: object) -> list[list[Evidence]]:
+    world = even_world(11) if even else make_world(11)
+    simulation = simulate(world, NUM_RUNS, fault=fault, seed=seed, **(SIZES | options))  # type: ignore[arg-type]
+    return [lines(simulation.replication(index)) for index in range(NUM_RUNS)]
+
+
+BONUS = "rows after a full acceptance draw from a different law"
+COINS = "coins are shared between a recovery and the next acceptance"
+FILTERS = "look at where filters are applied on draft and bonus and plain rows"
+CASES = {
+    "inflated": (Fault(epsilon=0.08), {}, "acceptance is inflated by 0."),
+    "inflated, even": (Fault(epsilon=0.08), {"even": True}, "acceptance is inflated by 0."),
+    "much inflated": (
+        Fault(epsilon=0.4),
+        {},
+        "in slots 0-1; bonus and plain tokens follow the law: look at the accept",
+    ),
+    "inflated, sampled drafts": (Fault(epsilon=0.2), {"sampled_draft": True}, "look at the acceptance test"),
+    "deflated": (Fault(epsilon=-0.08), {}, "acceptance is deflated by 0."),
+    "one slot": (Fault(epsilon=0.2, only_slot=1), {}, "in slot 1 alone"),
+    "bonus from the wrong row": (Fault(bonus_from_wrong_row=True), {}, BONUS),
+    "reused coin": (Fault(reused_coin=True), {}, COINS),
+    "reused coin, even": (Fault(reused_coin=True), {"even": True}, COINS),
+    "shared rows": (Fault(shared_rows=True), {}, "rows of a batch draw together"),
+    "colliding seeds": (Fault(colliding_seeds=True), {}, "samples repeat ("),
+    "unfiltered": (Fault(unfiltered=True), {}, FILTERS),
+    "draft rows too hot": (Fault(draft_temperature=1.3), {}, "rows with a draft are too hot"),
+    "draft rows too cold": (Fault(draft_temperature=0.75), {}, "rows with a draft are too cold"),
+    "too hot everywhere": (Fault(temperature=1.4), {}, "all kinds of rows are too hot"),
+    "too cold everywhere": (Fault(temperature=0.7), {}, "all kinds of rows are too cold"),
+    "residual keeps the draft": (Fault(keeps_draft=True), {}, "recovered tokens include their own rejected draft"),
+    "residual keeps a sampled draft": (
+        *(Fault(keeps_draft=True), {"sampled_draft": True}),
+        "recovered tokens include their own rejected draft",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_fault_gets_its_sentence_and_no_other(case: str) -> None:
+    """Exactly the right sentence in at least 18 of 20 runs of each fault."""
+    fault, options, words = CASES[case]
+    told = [diagnose(evidence) for evidence in runs(fault, **options)]
+    right = sum(len(sentences) == 1 and words in sentences[0] for sentences in told)
+    assert right >= 18, (right, told)
+
+
+@pytest.mark.parametrize("sampled_draft", [False, True], ids=["greedy draft", "sampled draft"])
+def test_a_correct_decoder_gets_no_sentence(sampled_draft: bool) -> None:
+    """Each run is flagged with probability at most .01: two or more of 20 once in 60 draws. The seed is fixed."""
+    told = [diagnose(evidence) for evidence in runs(Fault(), sampled_draft=sampled_draft)]
+    assert sum(bool(sentences) for sentences in told) <= 1
+
+
+def test_two_faults_get_two_sentences() -> None:
+    """In at least 18 of 20 runs."""
+    told = [diagnose(e) for e in runs(Fault(epsilon=0.1, bonus_from_wrong_row=True))]
+    right = sum(len(t) == 2 and "acceptance is inflated" in t[0] and BONUS in t[1] for t in told)
+    assert right >= 18, told
+
+
+def test_an_off_arm_that_fails_makes_the_rest_unreadable() -> None:
+    """The law of a plain arm is too hot for it: in at least 18 of 20 runs that is all that is said."""
+    on, off = runs(Fault(temperature=1.4)), runs(Fault(temperature=1.4), speculative=False)
+    told = [diagnose(*pair) for pair in zip(on, off, strict=True)]
+    assert sum(len(t) == 1 and "the reference law is not the decoder's law" in t[0] for t in told) >= 18
+    right = runs(Fault(), speculative=False)
+    assert sum("the acceptance test" in diagnose(runs(Fault(epsilon=0.08))[i], right[i])[0] for i in range(3)) == 3
+    copies = runs(Fault(colliding_seeds=True), speculative=False)
+    assert all(diagnose(right[0], off)[0].startswith("in arm off already, samples repeat") for off in copies)
+
+
+def test_without_a_law_the_joint_family_says_what_it_can() -> None:
+    """Acceptance of argmax drafts off by .35 up and down, 64 samples a stratum: in at least 9 of 10 runs, each."""
+    rng = np.random.default_rng(62)
+    for epsilon, words in ((0.35, "takes the likeliest next token too often"), (-0.35, "too seldom"), (0.0, "")):
+        right = 0
+        for _ in range(10):
+            laws = [prefix_laws(6, rng, vocab=6) for _ in range(2)]
+            arms = [plain(law, 64, rng) for law in laws], [speculative(law, 64, rng, epsilon=epsilon) for law in laws]
+            told = diagnose((), joint=joint_family(*arms, num_permutations=999, rng=rng).evidence("off vs on"))
+            right += len(told) == 1 and words in told[0] if words else not told
+        assert right >= 9, (epsilon, right)
+
+
+def line(name: str, statistic: float, p_value: float, **fields: float) -> Evidence:
+    return Evidence(
+        family="law",
+        name=name,
+        stratum="on",
+        statistic=statistic,
+        p_value=p_value,
+        num_tokens=1_000,
+        method="",
+        **fields,
+    )
+
+
+def test_the_numbers_are_those_of_the_evidence() -> None:
+    told = diagnose(
+        [
+            line("bias", 10.0, 0.0, adjusted_p=0.0, estimate=-0.021, ci_low=-0.025, ci_high=-0.017),
+            line("surprisal_bonus", 0.3, 0.8, adjusted_p=1.0, estimate=0.0, ci_low=-0.1, ci_high=0.1),
+        ]
+    )
+    assert told == (
+        "acceptance is deflated by 0.021 (95 % CI 0.017 to 0.025) in the draft slots together; bonus tokens follow the "
+        "law: look at the acceptance test",
+    )
+
+
+def test_what_no_fault_explains_is_listed_and_nothing_is_made_up() -> None:
+    told = diagnose([line("rank", 80.0, 1e-9, estimate=0.03, ci_low=0.02, ci_high=0.04), line("vocab", 19.0, 0.4)])
+    assert told == ("no known fault looks like this; what failed (statistic): rank (80)",)
+    vocab = [line("rank", 19.0, 0.4), line("vocab", 80.0, 1e-9, estimate=0.03, ci_low=0.02, ci_high=0.04)]
+    assert "inverts the distribution function" in diagnose(vocab)[0]
+    assert diagnose([]) == ()
+    with pytest.raises(InvalidSetting, match="each test once"):
+        diagnose([line("rank", 1.0, 0.5)] * 2)
+
+
+def test_collisions_and_whole_samples_are_said_by_their_sign() -> None:
+    lost = diagnose((), joint=[line("collisions", 5.0, 1e-4, estimate=0.2)])
+    gained = diagnose((), joint=[line("collisions", -5.0, 1e-4, estimate=-0.2)])
+    assert "has lost entropy" in lost[0]
+    assert "has gained entropy" in gained[0]
+    assert "without a direction" in diagnose((), joint=[line("tree_g", 5.0, 1e-4)])[0]
+    clean = [line("rank", 19.0, 0.4)]
+    assert diagnose(clean, joint=[line("mode", 5.0, 1e-4, estimate=0.01)])[0].startswith(
+        "every token of arm on follows"
+    )
