@@ -25,7 +25,9 @@ _CLEAR = 4.0
 """z beyond which a line is clear by itself."""
 
 _HOTTER = 1.2
-"""z of a draft row's surprisal over that of the bias from which the row's law is wrong rather than the acceptance."""
+"""z of a draft row's surprisal over that of the bias from which the row's law is wrong rather than the acceptance.
+
+A temperature moves every token of a row and a wrong acceptance the draft alone, so one z is about twice the other."""
 
 _ROW_WORDS = {Origin.ACCEPTED: "draft", Origin.RECOVERED: "draft", Origin.BONUS: "bonus", Origin.PLAIN: "plain"}
 

