@@ -18,6 +18,8 @@ Examples:
   equivtest run --resume                                continue the newest unfinished run
 """
 
+_JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
+
 
 @click.command("run", epilog=_EPILOG)
 @click.option(
@@ -47,6 +49,24 @@ Examples:
     show_default=True,
     help="Draw four times as many fresh seeds for what was flagged before calling it different.",
 )
+@click.option(
+    "--law/--no-law",
+    default=True,
+    show_default=True,
+    help="Hold every token against the target's own law; without it only histograms and whole samples are compared.",
+)
+@click.option(
+    "--bias-margin",
+    type=float,
+    default=None,
+    help="Acceptance bias that still counts as equivalent; default: the budget's (smoke 0.1, gate and audit 0.01).",
+)
+@click.option(
+    "--pit-margin",
+    type=float,
+    default=None,
+    help="The same for the distance of the sampled distribution function; default: smoke 0.1, gate and audit 0.02.",
+)
 @click.option("--run-seed", type=int, default=0, show_default=True, help="Seeds every random stream of the run.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Run folder; default: a new one.")
 @click.option(
@@ -60,16 +80,16 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")
 @engine_options
 @analysis_options
-def command(as_json: bool, confirm: bool, **values: Any) -> int:
+def command(as_json: bool, **values: Any) -> int:
     """Sample with speculation off and on, test whether the distributions agree, and end in a verdict."""
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for
     from equivtest.cli.verdict import show_verdict
-    from equivtest.pipeline.analyse import AnalysisOptions
+    from equivtest.pipeline.families import AnalysisOptions
     from equivtest.pipeline.run import EngineOptions, RunOptions, run
 
     engine = EngineOptions(**pick(values, ENGINE_FIELDS))
-    analysis = AnalysisOptions(confirm=confirm, **pick(values, ANALYSIS_FIELDS))
+    analysis = AnalysisOptions(**pick(values, (*ANALYSIS_FIELDS, *_JUDGING_FIELDS)))
     result = run(RunOptions(engine=engine, analysis=analysis, **values), listener_for(Console(stderr=True)))
     return show_verdict(result, as_json=as_json)

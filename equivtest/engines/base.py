@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from equivtest.errors import InvalidSetting
-from equivtest.records import Generation, Request
+from equivtest.records import Generation, LawColumns, Request
+
+if TYPE_CHECKING:
+    from equivtest.decoder.scorer import FinishedSamples
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: each message has a role and a content."""
@@ -60,6 +63,14 @@ class EngineOptions:
 DTYPES = ("auto", "float32", "bfloat16")
 
 
+class LawScorer(Protocol):
+    """Says what the target's law says of every token of finished samples."""
+
+    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+        """The law columns, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens."""
+        ...
+
+
 class Engine(Protocol):
     """Generates with and without speculation."""
 
@@ -80,6 +91,10 @@ class Engine(Protocol):
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Generation]:
         """One generation per request, in their order. `on_tokens` hears the tokens of every step."""
+        ...
+
+    def scorer(self) -> LawScorer | None:
+        """What holds finished samples against the target's law; None where that law cannot be reached."""
         ...
 
     def describe(self) -> Mapping[str, Any]:

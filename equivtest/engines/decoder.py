@@ -14,6 +14,7 @@ from equivtest.decoder.drafters.registry import DrafterContext, check_drafter, m
 from equivtest.decoder.executor import Executor
 from equivtest.decoder.hub import resolve_model
 from equivtest.decoder.model import Model
+from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.weights import Checkpoint, default_dtype, load_checkpoint
 from equivtest.engines.base import EngineOptions, Messages, StagesWrap
 from equivtest.errors import UnsupportedModel
@@ -113,6 +114,9 @@ class DecoderEngine:
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Generation]:
         return self._executor.generate(requests, speculative=speculative, fault=fault, on_tokens=on_tokens)
+
+    def scorer(self) -> Scorer:
+        return Scorer(self._executor.model, self._executor.backend)
 
     def describe(self) -> Mapping[str, Any]:
         return dict(self._description)

@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from equivtest.errors import InvalidSetting, MissingSamples, StatisticsError
-from equivtest.protocol.budgets import get_budget
+from equivtest.errors import InsufficientSamples, MissingSamples, StatisticsError
+from equivtest.pipeline.families import (
+    LEVEL,
+    AnalysisOptions,
+    Judged,
+    RunSamples,
+    Want,
+    judge_joint,
+    judge_law,
+    judge_marginal,
+)
+from equivtest.pipeline.frames import cells_frame, pit_frame, power_frame, quantiles_frame
+from equivtest.protocol.budgets import BUDGETS
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Arm, Comparison, Evidence
-from equivtest.rng import stream_key
-from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_arm_tokens, read_samples
-from equivtest.stats.marginal import Dependence, MarginalResult, Statistic, choose_permutations, marginal_family
-from equivtest.verdict.decide import decide
-from equivtest.verdict.facts import ConfigFacts, Confirmation, RunFacts
-from equivtest.verdict.findings import Cell, confirmation, flagged_cells, flagged_strata, marginal_finding
-from equivtest.verdict.verdict import Verdict
-
-LEVEL = 0.05
-"""False discovery rate of the protocol of record."""
-
-Tokens = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnalysisOptions:
-    """How samples are judged. Part of the manifest, so that a report can be recomputed as it was asked for."""
-
-    statistic: Statistic = "chi2"
-    exact: bool = False
-    dependence: Dependence = "bh"
-    num_permutations: int | None = None
-    confirm: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_permutations is not None and not self.by_permutation:
-            raise InvalidSetting("num_permutations", self.num_permutations, "goes with --exact or --statistic max_z")
-
-    @property
-    def by_permutation(self) -> bool:
-        """Whether p-values come from label permutations."""
-        return self.exact or self.statistic == "max_z"
+from equivtest.report.data import PIT_COLUMNS
+from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_samples
+from equivtest.stats.law import LawResult, law_family
+from equivtest.stats.law_difference import on_minus_off
+from equivtest.stats.marginal import choose_permutations
+from equivtest.stats.scored import ScoredTokens
+from equivtest.verdict.decide import decide, standing
+from equivtest.verdict.diagnosis import diagnose
+from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Interval, Role, RunFacts
+from equivtest.verdict.law_findings import adjusted_law_evidence, margin_intervals
+from equivtest.verdict.verdict import Standing, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,44 +52,63 @@ class Analysis:
     """Per arm, config and slot: drafts offered, reached and accepted."""
     speed: pd.DataFrame
     """Per arm and config: acceptance_rate and mean_accepted, empty where nothing speculated."""
-    unconfirmed: Mapping[tuple[Arm, Arm], frozenset[tuple[str, str]]]
-    """Arms and (config, prompt_id) strata whose flags still lack fresh seeds."""
+    pit: pd.DataFrame
+    quantiles: pd.DataFrame
+    power: pd.DataFrame
+    """Columns as report.data has them."""
+    wants: tuple[Want, ...]
+    """Fresh seeds that flags still wait for, in the order in which to collect them."""
 
 
 def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Analysis:
     """Judge the samples of a run folder. Missing rows make the verdict invalid; damaged files raise InvalidShard."""
-    samples = read_samples(run_dir, ("arm", "config", "seed", "position", "origin", "slot", "num_draft", "route"))
-    samples = samples.filter(pa.compute.less(samples["seed"], protocol.num_seeds))
-    by_slot = acceptance_by_slot(samples).to_pandas()
-    configs = tuple(_config_facts(protocol, config, samples, by_slot) for config in protocol.configs)
-    findings, frames, evidence, refusals = [], [], [], []
-    unconfirmed: dict[tuple[Arm, Arm], frozenset[tuple[str, str]]] = {}
+    rows = read_samples(run_dir, ("arm", "config", "seed", "position", "origin", "slot", "num_draft", "route"))
+    rows = rows.filter(pa.compute.less(rows["seed"], protocol.num_seeds))
+    by_slot = acceptance_by_slot(rows).to_pandas()
+    configs = tuple(_config_facts(protocol, config, rows, by_slot) for config in protocol.configs)
+    samples = RunSamples.of(run_dir, protocol, options)
+    judged: list[Judged] = []
+    refusals: list[str] = []
+    cells, quantiles = [cells_frame(Comparison.OFF_ON, [], None)], [quantiles_frame(Comparison.OFF_ON, _NO_VALUES)]
+    joint_off_on: tuple[Evidence, ...] = ()
     for comparison in Comparison:
         try:
-            cells, first, second = _read_cells(run_dir, protocol, comparison)
+            marginal, names, result = judge_marginal(samples, comparison)
+            joint = judge_joint(samples, comparison)
         except MissingSamples:
             continue  # the verdict room counts the rows and says which are missing
-        try:
-            result = judge_cells(comparison, first, second, options, protocol.run_seed)
         except StatisticsError as refused:
             refusals.append(f"{comparison.words}: {refused}")
             continue
-        confirmed, strata = None, flagged_strata(result, cells)
-        if strata and options.confirm and comparison is not Comparison.OFF_BIASED:
-            confirmed = _confirm(run_dir, protocol, comparison, flagged_cells(result, cells), options)
-            if confirmed is None:
-                unconfirmed[comparison.arms] = strata
-        findings.append(marginal_finding(comparison, result, cells, confirmed))
-        frames.append(cells_frame(comparison, cells, result))
-        evidence.append(result.evidence(comparison.words))
+        judged += [marginal, joint]
+        cells.append(cells_frame(comparison, names, result))
+        quantiles.append(quantiles_frame(comparison, result.p_value))
+        joint_off_on = joint.evidence if comparison is Comparison.OFF_ON else joint_off_on
+    law = _Law.of(samples, refusals) if options.law else _Law.none()
+    judged += [line for arm, line in law.judged.items() if arm in LAW_ROLES]
+    findings = [one.finding for one in judged]
+    facts = run_facts(
+        protocol,
+        configs,
+        options,
+        refusals,
+        diagnosis=_diagnosis(protocol, law.evidence, joint_off_on),
+        unsettled=_unsettled(configs, law.left_out),
+    )
+    verdict = decide(facts, findings, law.intervals)
+    evidence = [line for one in judged for line in one.evidence]
+    evidence += [line for own in law.evidence.get(Arm.ON_NULL, {}).values() for line in own]
     return Analysis(
-        verdict=decide(run_facts(protocol, configs, options, refusals), findings),
+        verdict=verdict,
         configs=configs,
-        cells=pd.concat(frames, ignore_index=True) if frames else cells_frame(Comparison.OFF_ON, [], None),
-        evidence=tuple(evidence),
+        cells=pd.concat(cells[len(cells) > 1 :], ignore_index=True),
+        evidence=(*evidence, *law.differences),
         acceptance=by_slot,
-        speed=acceptance_by_arm(samples).to_pandas(),
-        unconfirmed=unconfirmed,
+        speed=acceptance_by_arm(rows).to_pandas(),
+        pit=law.pit,
+        quantiles=pd.concat(quantiles[len(quantiles) > 1 :], ignore_index=True),
+        power=law.power,
+        wants=_ordered_wants(judged, options),
     )
 
 
@@ -111,53 +119,133 @@ def check_resolution(options: AnalysisOptions, protocol: Protocol) -> None:
         choose_permutations(options.num_permutations, num_cells, LEVEL, options.dependence)
 
 
-def judge_cells(
-    comparison: Comparison,
-    first: Sequence[npt.NDArray[np.integer]],
-    second: Sequence[npt.NDArray[np.integer]],
-    options: AnalysisOptions,
-    run_seed: int,
-) -> MarginalResult:
-    """The marginal family on one comparison, its permutations seeded by the run and the comparison."""
-    return marginal_family(
-        first,
-        second,
-        statistic=options.statistic,
-        exact=options.exact,
-        q=LEVEL,
-        dependence=options.dependence,
-        num_permutations=options.num_permutations,
-        rng=_generator(run_seed, "marginal", comparison),
-    )
-
-
 def run_facts(
-    protocol: Protocol, configs: tuple[ConfigFacts, ...], options: AnalysisOptions, refusals: Sequence[str]
+    protocol: Protocol,
+    configs: tuple[ConfigFacts, ...],
+    options: AnalysisOptions,
+    refusals: Sequence[str],
+    *,
+    diagnosis: tuple[str, ...] = (),
+    unsettled: tuple[str, ...] = (),
 ) -> RunFacts:
+    budget = BUDGETS.get(protocol.budget)
     return RunFacts(
         configs=configs,
         planted_fault=f"acceptance bias of {protocol.epsilon:.2f}",
         confirm=options.confirm,
-        caveats=tuple(filter(None, (get_budget(protocol.budget).caveat,))),
+        caveats=(budget.caveat,) if budget and budget.caveat else (),
         refusals=tuple(refusals),
+        diagnosis=diagnosis,
+        unsettled=unsettled,
     )
 
 
-def cells_frame(comparison: Comparison, cells: Sequence[Cell], result: MarginalResult | None) -> pd.DataFrame:
-    """One row per cell, in their order."""
-    columns: dict[str, object] = {
-        "comparison": [str(comparison)] * len(cells),
-        "config": [config for config, _, _ in cells],
-        "prompt_id": [prompt_id for _, prompt_id, _ in cells],
-        "position": [position for _, _, position in cells],
-    }
-    for column, field in (
-        ("num_a", "num_off"), ("num_b", "num_on"), ("num_bins", "num_bins"), ("statistic", "statistic"), ("df", "df"),
-        ("p_value", "p_value"), ("q_value", "q_value"), ("rejected", "rejected"), ("tv", "tv"),
-        ("tv_null_mean", "tv_null_mean"), ("tv_null_q975", "tv_null_q975"), ("tv_excess", "tv_excess"),
-    ):  # fmt: skip
-        columns[column] = getattr(result, field) if result is not None else []
-    return pd.DataFrame(columns)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Law:
+    """What the law family said on every arm."""
+
+    judged: Mapping[Arm, Judged]
+    evidence: Mapping[Arm, Mapping[str, tuple[Evidence, ...]]]
+    """By arm and config, p-values adjusted over the configs."""
+    differences: tuple[Evidence, ...]
+    """On minus off."""
+    left_out: Mapping[str, tuple[InsufficientSamples, ...]]
+    """Tests that arm on had too little for, by config."""
+    intervals: tuple[Interval, ...]
+    pit: pd.DataFrame
+    power: pd.DataFrame
+
+    @classmethod
+    def none(cls) -> _Law:
+        return cls(
+            judged={}, evidence={}, differences=(), left_out={}, intervals=(), pit=_NO_PIT, power=power_frame({}, 0, 0)
+        )
+
+    @classmethod
+    def of(cls, samples: RunSamples, refusals: list[str]) -> _Law:
+        """Every arm whose rows are there; what the statistics refuse is added to `refusals`."""
+        protocol, margins = samples.protocol, samples.options.margins(samples.protocol.budget)
+        judged: dict[Arm, Judged] = {}
+        evidence: dict[Arm, Mapping[str, tuple[Evidence, ...]]] = {}
+        scored: dict[tuple[Arm, str], ScoredTokens] = {}
+        results: dict[Arm, dict[str, LawResult]] = {}
+        for arm in Arm:
+            try:
+                for config in protocol.configs:
+                    scored[arm, config] = samples.scored(arm, config)
+                results[arm] = {
+                    config: law_family(scored[arm, config], f"{arm} / {config}", margins=margins)
+                    for config in protocol.configs
+                }
+                evidence[arm] = adjusted_law_evidence(results[arm])
+                if arm in LAW_ROLES:
+                    judged[arm] = judge_law(samples, arm, results[arm])
+            except (MissingSamples, StatisticsError) as refused:
+                refusals.append(f"arm {arm} against the target's law: {refused}")
+        both = Arm.OFF in results and Arm.ON in results
+        on_off = protocol.configs if both else ()
+        num_tests = sum(len(own) for own in evidence.get(Arm.ON, {}).values())
+        return cls(
+            judged=judged,
+            evidence=evidence,
+            differences=tuple(
+                line
+                for config in on_off
+                for line in on_minus_off(scored[Arm.ON, config], scored[Arm.OFF, config], f"on minus off / {config}")
+            ),
+            left_out={config: result.left_out for config, result in results.get(Arm.ON, {}).items()},
+            intervals=margin_intervals(evidence.get(Arm.ON, {}), protocol.num_seeds),
+            pit=pd.concat(
+                [_NO_PIT, *(pit_frame(config, arm, scored[arm, config]) for arm in results for config in results[arm])],
+                ignore_index=True,
+            )
+            if results
+            else _NO_PIT,
+            power=power_frame(
+                {config: scored[Arm.ON, config] for config in results.get(Arm.ON, {})}, protocol.num_seeds, num_tests
+            ),
+        )
+
+
+_NO_VALUES = np.empty(0)
+_NO_PIT = pd.DataFrame(columns=list(PIT_COLUMNS))
+
+
+def _diagnosis(
+    protocol: Protocol, law: Mapping[Arm, Mapping[str, tuple[Evidence, ...]]], joint: Sequence[Evidence]
+) -> tuple[str, ...]:
+    """Sentences on every config, with its name where there are several."""
+    said = []
+    for config in protocol.configs:
+        sentences = diagnose(
+            law.get(Arm.ON, {}).get(config, ()),
+            off=law.get(Arm.OFF, {}).get(config, ()),
+            joint=[line for line in joint if line.stratum.endswith(f" / {config}")],
+        )
+        said += [f"{config}: {sentence}" if len(protocol.configs) > 1 else sentence for sentence in sentences]
+    return tuple(said)
+
+
+def _unsettled(
+    configs: Sequence[ConfigFacts], left_out: Mapping[str, Sequence[InsufficientSamples]]
+) -> tuple[str, ...]:
+    """Configs whose acceptance could be wrong and was not measured."""
+    return tuple(
+        f"{facts.config}: {error}"
+        for facts in configs
+        for error in left_out.get(facts.config, ())
+        if facts.must_show_teeth and error.test.startswith("law/bias (")
+    )
+
+
+def _ordered_wants(judged: Sequence[Judged], options: AnalysisOptions) -> tuple[Want, ...]:
+    """Controls first, for they may make the rest pointless; then the law, which needs one arm only. Nothing for other
+    families' flags on the question once one of them stands."""
+    shown = any(
+        one.finding.role is Role.TEST and standing(one.finding, options.confirm) is Standing.CONFIRMED for one in judged
+    )
+    wants = [one.want for one in judged if one.want and not (shown and one.want.role is Role.TEST)]
+    return tuple(sorted(wants, key=lambda want: (want.role is Role.TEST, len(want.arms))))
 
 
 def _config_facts(protocol: Protocol, config: str, samples: pa.Table, by_slot: pd.DataFrame) -> ConfigFacts:
@@ -181,54 +269,3 @@ def _config_facts(protocol: Protocol, config: str, samples: pa.Table, by_slot: p
         num_accepted=int(drafts["accepted"].sum()),
         plain_reasons={route.removeprefix("plain: "): count for route, count in plain.items()},
     )
-
-
-def _read_cells(
-    run_dir: Path, protocol: Protocol, comparison: Comparison
-) -> tuple[list[Cell], list[Tokens], list[Tokens]]:
-    """The cells of stage 1 with their tokens in both arms."""
-    seeds = range(protocol.num_seeds)
-    cells: list[Cell] = []
-    columns: tuple[list[Tokens], list[Tokens]] = ([], [])
-    for config in protocol.configs:
-        for prompt in protocol.prompts:
-            cells += [(config, prompt.id, position) for position in range(protocol.num_positions)]
-            for arm, column in zip(comparison.arms, columns, strict=True):
-                column += _tokens(run_dir, protocol, arm, config, prompt.id, seeds)
-    return cells, *columns
-
-
-def _confirm(
-    run_dir: Path, protocol: Protocol, comparison: Comparison, cells: Sequence[Cell], options: AnalysisOptions
-) -> Confirmation | None:
-    """Stage 2 on the flagged cells, or None while its fresh seeds are not all there."""
-    seeds = range(*protocol.confirmation_seeds)
-    columns: tuple[list[Tokens], list[Tokens]] = ([], [])
-    try:
-        for arm, column in zip(comparison.arms, columns, strict=True):
-            by_prompt = {
-                (config, prompt_id): list(_tokens(run_dir, protocol, arm, config, prompt_id, seeds))
-                for config, prompt_id in dict.fromkeys((config, prompt_id) for config, prompt_id, _ in cells)
-            }
-            column += [by_prompt[config, prompt_id][position] for config, prompt_id, position in cells]
-    except MissingSamples:
-        return None
-    return confirmation(
-        *columns,
-        cells,
-        statistic=options.statistic,
-        exact=options.exact,
-        rng=_generator(protocol.run_seed, "confirmation", comparison),
-    )
-
-
-def _tokens(run_dir: Path, protocol: Protocol, arm: Arm, config: str, prompt_id: str, seeds: range) -> Iterator[Tokens]:
-    """One array [num_seeds] per position."""
-    tokens = read_arm_tokens(
-        run_dir, arm=arm, config=config, prompt_id=prompt_id, seeds=seeds, num_positions=protocol.num_positions
-    )
-    return iter(np.ascontiguousarray(tokens.T))
-
-
-def _generator(*name: object) -> np.random.Generator:
-    return np.random.default_rng(stream_key(*name) % 2**63)

@@ -1,8 +1,8 @@
-"""Two files of samples from anywhere: the marginal family with controls made from the recordings themselves."""
+"""Two files of samples from anywhere, judged without a law; the controls are made from the recordings themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +11,19 @@ import numpy.typing as npt
 import pandas as pd
 
 from equivtest.errors import InvalidSetting, MissingSamples, UsageError
-from equivtest.pipeline.analyse import AnalysisOptions, cells_frame, judge_cells
+from equivtest.pipeline.families import AnalysisOptions, generator, joint_results, judge_cells
+from equivtest.pipeline.frames import cells_frame
 from equivtest.pipeline.manifest import FILE_NAME
 from equivtest.records import Arm, Comparison
-from equivtest.rng import stream_key
 from equivtest.samples.recorded import CellFamily, read_recorded
 from equivtest.verdict.decide import decide
 from equivtest.verdict.facts import ConfigFacts, Finding, RunFacts
 from equivtest.verdict.findings import Cell, marginal_finding
+from equivtest.verdict.joint_findings import joint_finding
 from equivtest.verdict.verdict import Verdict
 
 Tokens = npt.NDArray[np.int32]
+Grids = Mapping[CellFamily, Tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,22 +59,25 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
         message = f"{on} and {off} hold different prompts or configs; in one only: {', '.join(only[:5])}"
         raise UsageError(message)
     cells = _cells(on, off, off_tokens, on_tokens)
-    off_columns, on_columns = _columns(off_tokens), _columns(on_tokens)
-    rng = np.random.default_rng(stream_key(run_seed, "compare") % 2**63)
-    halves = [(grid[: len(grid) // 2], grid[len(grid) // 2 :]) for grid in on_tokens.values()]
-    pairs: dict[Comparison, tuple[Sequence[Tokens], Sequence[Tokens]]] = {
-        Comparison.OFF_ON: (off_columns, on_columns),
+    rng = generator(run_seed, "compare")
+    pairs: dict[Comparison, tuple[Grids, Grids]] = {
+        Comparison.OFF_ON: (off_tokens, on_tokens),
         Comparison.ON_ON_NULL: (
-            [column for half, _ in halves for column in half.T],
-            [column for _, half in halves for column in half.T],
+            {family: grid[: len(grid) // 2] for family, grid in on_tokens.items()},
+            {family: grid[len(grid) // 2 :] for family, grid in on_tokens.items()},
         ),
-        Comparison.OFF_BIASED: (off_columns, [_plant(column, epsilon, rng) for column in on_columns]),
+        Comparison.OFF_BIASED: (
+            off_tokens,
+            {family: _plant(grid, epsilon, rng) for family, grid in on_tokens.items()},
+        ),
     }
     findings: list[Finding] = []
     frames: list[pd.DataFrame] = []
     for comparison, (first, second) in pairs.items():
-        result = judge_cells(comparison, first, second, options, run_seed)
+        result = judge_cells(comparison, _columns(first), _columns(second), options, run_seed)
         findings.append(marginal_finding(comparison, result, cells))
+        joint = joint_results(first, second, generator(run_seed, "joint", comparison))
+        findings.append(joint_finding(comparison, joint))
         frames.append(cells_frame(comparison, cells, result))
     facts = RunFacts(
         configs=tuple(_facts(config, off_tokens, on_tokens) for config in dict.fromkeys(f.config for f in on_tokens)),
@@ -82,8 +87,8 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
     return ComparisonResult(verdict=decide(facts, findings), cells=pd.concat(frames, ignore_index=True))
 
 
-def _facts(config: str, off_tokens: Mapping[CellFamily, Tokens], on_tokens: Mapping[CellFamily, Tokens]) -> ConfigFacts:
-    def num_rows(tokens: Mapping[CellFamily, Tokens]) -> int:
+def _facts(config: str, off_tokens: Grids, on_tokens: Grids) -> ConfigFacts:
+    def num_rows(tokens: Grids) -> int:
         return sum(grid.size for family, grid in tokens.items() if family.config == config)
 
     rows = {Arm.OFF: num_rows(off_tokens), Arm.ON: num_rows(on_tokens)}
@@ -94,9 +99,7 @@ def _facts(config: str, off_tokens: Mapping[CellFamily, Tokens], on_tokens: Mapp
     )  # fmt: skip
 
 
-def _cells(
-    on: Path, off: Path, off_tokens: Mapping[CellFamily, Tokens], on_tokens: Mapping[CellFamily, Tokens]
-) -> list[Cell]:
+def _cells(on: Path, off: Path, off_tokens: Grids, on_tokens: Grids) -> list[Cell]:
     cells: list[Cell] = []
     for family, tokens in off_tokens.items():
         if tokens.shape[1] != on_tokens[family].shape[1]:
@@ -107,11 +110,15 @@ def _cells(
     return cells
 
 
-def _columns(tokens: Mapping[CellFamily, Tokens]) -> list[Tokens]:
+def _columns(tokens: Grids) -> list[Tokens]:
     """One array [num_seeds] per cell, in the order of `_cells`."""
     return [column for grid in tokens.values() for column in np.ascontiguousarray(grid.T)]
 
 
-def _plant(column: Tokens, epsilon: float, rng: np.random.Generator) -> Tokens:
-    values, counts = np.unique(column, return_counts=True)
-    return np.where(rng.random(len(column)) < epsilon, values[counts.argmax()], column)
+def _plant(grid: Tokens, epsilon: float, rng: np.random.Generator) -> Tokens:
+    """Each position's most frequent token in place of its tokens, with probability epsilon."""
+    planted = grid.copy()
+    for position, column in enumerate(grid.T):
+        values, counts = np.unique(column, return_counts=True)
+        planted[rng.random(len(column)) < epsilon, position] = values[counts.argmax()]
+    return planted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ LEVEL = 0.05
 """False discovery rate of the protocol of record."""
 
 Tokens = npt.NDArray[np.int32]
+Stratum = TypeVar("Stratum", bound=tuple[str, str])
 Strata = Mapping[tuple[str, str], Tokens]
 """(config, prompt_id) to token ids [num_seeds, num_positions]."""
 
@@ -169,14 +171,13 @@ def judge_marginal(samples: RunSamples, comparison: Comparison) -> tuple[Judged,
     result = judge_cells(comparison, _columns(first), _columns(second), options, samples.protocol.run_seed)
     flagged, stage_2, want = flagged_cells(result, cells), None, None
     if flagged and _confirms(samples, ROLES[comparison]):
-        wanted = Want(
-            role=ROLES[comparison], arms=comparison.arms, strata=flagged_strata(result, cells), scored=False
-        )
+        wanted = Want(role=ROLES[comparison], arms=comparison.arms, strata=flagged_strata(result, cells), scored=False)
 
         def again() -> Confirmation:
-            fresh = [samples.fresh_tokens(arm, sorted(wanted.strata)) for arm in comparison.arms]
+            one, two = (samples.fresh_tokens(arm, sorted(wanted.strata)) for arm in comparison.arms)
             return confirmation(
-                *([arm[config, prompt_id][:, position] for config, prompt_id, position in flagged] for arm in fresh),
+                [one[config, prompt_id][:, position] for config, prompt_id, position in flagged],
+                [two[config, prompt_id][:, position] for config, prompt_id, position in flagged],
                 flagged,
                 statistic=options.statistic,
                 exact=options.exact,
@@ -190,18 +191,17 @@ def judge_marginal(samples: RunSamples, comparison: Comparison) -> tuple[Judged,
 
 def judge_joint(samples: RunSamples, comparison: Comparison) -> Judged:
     """Whole samples of two arms, config by config. Raises MissingSamples, StatisticsError."""
-    results = joint_results(
-        *(samples.tokens(arm) for arm in comparison.arms), samples.generator("joint", comparison)
-    )
+    first, second = (samples.tokens(arm) for arm in comparison.arms)
+    results = joint_results(first, second, samples.generator("joint", comparison))
     finding, want = joint_finding(comparison, results), None
     if finding.flagged and _confirms(samples, finding.role):
         tested = [flag.place for flag in finding.flagged]
         wanted = Want(role=finding.role, arms=comparison.arms, strata=_whole(samples, tested), scored=False)
 
         def again() -> Confirmation:
-            fresh = (samples.fresh_tokens(arm, sorted(wanted.strata)) for arm in comparison.arms)
+            one, two = (samples.fresh_tokens(arm, sorted(wanted.strata)) for arm in comparison.arms)
             rng = samples.generator("joint confirmation", comparison)
-            return joint_confirmation(joint_results(*fresh, rng), tested)
+            return joint_confirmation(joint_results(one, two, rng), tested)
 
         stage_2, want = _confirm(again, wanted)
         finding = joint_finding(comparison, results, stage_2)
@@ -249,7 +249,9 @@ def judge_cells(
     )
 
 
-def joint_results(first: Strata, second: Strata, rng: np.random.Generator) -> dict[str, JointResult]:
+def joint_results(
+    first: Mapping[Stratum, Tokens], second: Mapping[Stratum, Tokens], rng: np.random.Generator
+) -> dict[str, JointResult]:
     """The joint family of two arms, one result a config over all its prompts."""
     results = {}
     for config in dict.fromkeys(config for config, _ in first):

@@ -53,6 +53,10 @@ def report_data(manifest: Manifest, protocol: Protocol, analysis: Analysis) -> R
         cells=analysis.cells,
         evidence=evidence_frame(analysis.evidence),
         acceptance=analysis.acceptance,
+        diagnosis=verdict.diagnosis,
+        pit=analysis.pit,
+        quantiles=analysis.quantiles,
+        power=analysis.power,
         manifest=dataclasses.asdict(manifest),
     )
 
@@ -62,11 +66,11 @@ def evidence_frame(evidence: tuple[Evidence, ...]) -> pd.DataFrame:
 
 
 def _controls(verdict: Verdict) -> tuple[ControlResult, ...]:
-    expected = {"A/A": "agrees", "planted fault": "differs"}
+    expected = {"A/A": "agrees", "planted fault": "differs", "reference law": "follows"}
     return tuple(
         ControlResult(
             name=control.name,
-            comparison=control.comparison.words,
+            comparison=control.subject,
             expected=expected[control.name],
             outcome=control.line,
             num_rejected=control.num_rejected,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from equivtest.engines.base import Engine
 from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import InvalidSetting, InvalidShard, RunExists, RunMismatch, RunNotFound
 from equivtest.files import sole_writer
-from equivtest.pipeline.analyse import Analysis, AnalysisOptions, analyse, check_resolution
+from equivtest.pipeline.analyse import Analysis, analyse, check_resolution
+from equivtest.pipeline.families import AnalysisOptions
 from equivtest.pipeline.manifest import (
     FILE_NAME,
     Manifest,
@@ -26,7 +28,7 @@ from equivtest.pipeline.progress import Listener, Silent
 from equivtest.pipeline.publish import VERDICT_FILE, publish
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS, resolve_configs
-from equivtest.protocol.plan import Protocol, fingerprint
+from equivtest.protocol.plan import Batch, Protocol, fingerprint
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.report.data import ReportData
 from equivtest.samples.shards import remove_stale_temporaries
@@ -89,18 +91,25 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
 
 def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path, listener: Listener) -> RunResult:
     from equivtest.pipeline.collect import collect
+    from equivtest.pipeline.score import score
 
     manifest = _open_run(options, protocol, engine, run_dir)
+    judging = AnalysisOptions(**manifest.options)
     listener.message(f"run folder: {run_dir}")
+
+    def gather(manifest: Manifest, batches: Sequence[Batch], label: str, *, scored: bool) -> Manifest:
+        manifest = collect(run_dir, protocol, manifest, engine, batches, listener, label)
+        return score(run_dir, protocol, manifest, engine, batches, listener, "scoring") if scored else manifest
+
     try:
-        manifest = collect(run_dir, protocol, manifest, engine, protocol.batches(), listener, "collecting")
-        analysis = analyse(run_dir, protocol, options.analysis)
-        for arms, strata in analysis.unconfirmed.items():
-            batches = protocol.confirmation_batches(arms, strata)
-            label = f"confirming {arms[0]} vs {arms[1]} on fresh seeds"
-            manifest = collect(run_dir, protocol, manifest, engine, batches, listener, label)
-        if analysis.unconfirmed:
-            analysis = analyse(run_dir, protocol, options.analysis)
+        manifest = gather(manifest, list(protocol.batches()), "collecting", scored=judging.law)
+        analysis = analyse(run_dir, protocol, judging)
+        while analysis.wants:
+            want = analysis.wants[0]
+            batches = list(protocol.confirmation_batches(want.arms, want.strata))
+            label = f"confirming on fresh seeds ({', '.join(want.arms)})"
+            manifest = gather(manifest, batches, label, scored=want.scored)
+            analysis = analyse(run_dir, protocol, judging)
     except KeyboardInterrupt:
         listener.finish()
         Manifest.read(run_dir).with_status(Status.CANCELLED).write(run_dir)
@@ -176,7 +185,7 @@ def _open_run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: 
         fingerprint=fingerprint(protocol, subject),
         protocol=protocol.to_dict(),
         subject=subject,
-        options=asdict(options.analysis),
+        options=asdict(_possible(options.analysis, engine)),
         code=describe_code(),
         machine=describe_machine(),
         command=command_line(),
@@ -184,6 +193,11 @@ def _open_run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: 
         prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.conversation)) for prompt in protocol.prompts},
     )
     return _resumed(run_dir, manifest) if options.resume else _written(run_dir, manifest)
+
+
+def _possible(analysis: AnalysisOptions, engine: Engine) -> AnalysisOptions:
+    """Without a reachable law there is no law family, and the record says so."""
+    return analysis if engine.scorer() else dataclasses.replace(analysis, law=False)
 
 
 def _resumed(run_dir: Path, asked: Manifest) -> Manifest:

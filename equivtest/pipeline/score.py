@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from equivtest.decoder.scorer import FinishedSamples, Scorer
+from equivtest.decoder.scorer import FinishedSamples
+from equivtest.engines.base import Engine
+from equivtest.errors import InvalidSetting
+from equivtest.pipeline.manifest import Manifest
 from equivtest.pipeline.progress import Listener
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Batch, Protocol
+from equivtest.records import ShardKey
 from equivtest.samples.keys import shard_path
 from equivtest.samples.law import law_shard_is_done, write_law_shard
 from equivtest.samples.validate import read_keyed_table
@@ -20,41 +24,46 @@ from equivtest.samples.validate import read_keyed_table
 def score(
     run_dir: Path,
     protocol: Protocol,
-    scorer: Scorer,
-    prompts: Mapping[str, tuple[int, ...]],
+    manifest: Manifest,
+    engine: Engine,
     batches: Iterable[Batch],
     listener: Listener,
     label: str,
-) -> float:
-    """Make the law file of every shard of `batches` valid on disk. Returns the seconds spent scoring.
+) -> Manifest:
+    """Make the law file of every shard of `batches` valid on disk. Returns the manifest with the time spent added.
 
-    prompts: token ids by prompt id, as they were decoded. Raises InvalidShard when samples are absent or damaged.
+    Raises InvalidShard when samples are absent or damaged, InvalidSetting for an engine whose law cannot be reached.
     """
+    scorer = engine.scorer()
+    if scorer is None:
+        raise InvalidSetting("engine", engine.describe().get("engine"), "has no law to hold tokens against")
     shards = [key for batch in batches for key in batch]
     listener.start(label, protocol.num_positions * sum(key.num_seeds for key in shards))
-    seconds = 0.0
+    prompts = {prompt.id: engine.encode_prompt(prompt.conversation) for prompt in protocol.prompts}
     for key in shards:
-        shape = (key.num_seeds, protocol.num_positions)
         if law_shard_is_done(run_dir, key, protocol.num_positions):
-            listener.skip(shape[0] * shape[1])
+            listener.skip(key.num_seeds * protocol.num_positions)
             continue
-        table = read_keyed_table(shard_path(run_dir, key), key, ["token_id", "draft_token_id"])
-        token_ids, draft_token_ids = (column.fill_null(-1).to_numpy().reshape(shape) for column in table.columns)
-        samples = FinishedSamples(
-            prompt_token_ids=prompts[key.prompt_id],
-            params=CONFIGS[key.config],
-            token_ids=token_ids,
-            draft_token_ids=draft_token_ids,
-            stream_keys=np.array(
-                [
-                    protocol.stream_key(key.arm, key.config, key.prompt_id, seed)
-                    for seed in range(key.seed_start, key.seed_stop)
-                ]
-            ),
-        )
         started = time.perf_counter()
-        law = scorer.score(samples, on_tokens=listener.advance)
-        seconds += time.perf_counter() - started
-        write_law_shard(run_dir, key, token_ids, law)
+        samples = _finished_samples(run_dir, protocol, key, prompts[key.prompt_id])
+        write_law_shard(run_dir, key, samples.token_ids, scorer.score(samples, on_tokens=listener.advance))
+        manifest = manifest.add_score_time(key.arm, time.perf_counter() - started)
+        manifest.write(run_dir)
     listener.finish()
-    return seconds
+    return manifest
+
+
+def _finished_samples(
+    run_dir: Path, protocol: Protocol, key: ShardKey, prompt_token_ids: tuple[int, ...]
+) -> FinishedSamples:
+    table = read_keyed_table(shard_path(run_dir, key), key, ["token_id", "draft_token_id"])
+    shape = (key.num_seeds, protocol.num_positions)
+    token_ids, draft_token_ids = (column.fill_null(-1).to_numpy().reshape(shape) for column in table.columns)
+    seeds = range(key.seed_start, key.seed_stop)
+    return FinishedSamples(
+        prompt_token_ids=prompt_token_ids,
+        params=CONFIGS[key.config],
+        token_ids=token_ids,
+        draft_token_ids=draft_token_ids,
+        stream_keys=np.array([protocol.stream_key(key.arm, key.config, key.prompt_id, seed) for seed in seeds]),
+    )

@@ -42,6 +42,7 @@ def decide(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Inter
     inconclusive = [
         *map(words.pending, (*open_tests, *pending[Role.REFERENCE], *pending[Role.A_A])),
         *_nothing_shown(run, findings),
+        *map(words.unsettled, run.unsettled),
         *(words.margin_crossed(interval) for interval in intervals if not interval.inside),
     ]
     notes = [
@@ -61,7 +62,11 @@ def decide(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Inter
     }
     fired = [reason for reasons in by_word.values() for reason in reasons]
     word = next((word for word, reasons in by_word.items() if reasons), Word.EQUIVALENT)
-    headline = words.headline(word, by_word[word]) if word in by_word else words.equivalent(run, findings, intervals)
+    headline = (
+        words.headline(word, by_word[word], diagnosis)
+        if word in by_word
+        else words.equivalent(run, findings, intervals)
+    )
     return Verdict(
         word=word,
         headline=headline,

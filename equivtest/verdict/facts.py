@@ -210,6 +210,8 @@ class RunFacts:
     """What the run was meant to compare. Two files of samples have no controls: only off vs on."""
     diagnosis: tuple[str, ...] = ()
     """What the pattern of the evidence points to, one sentence each; told where a difference stands."""
+    unsettled: tuple[str, ...] = ()
+    """What should have been measured and could not be, for too little data; one line each."""
     confirm: bool = True
     """Whether a flag of stage 1 must be confirmed on fresh seeds before it counts."""
     caveats: tuple[str, ...] = ()

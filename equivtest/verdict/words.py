@@ -21,8 +21,11 @@ class Reason(NamedTuple):
     """What to run or look at next; empty where the problem says it."""
 
 
-def headline(word: Word, reasons: Sequence[Reason]) -> str:
-    """One sentence for a verdict that has reasons; the first one leads."""
+def headline(word: Word, reasons: Sequence[Reason], diagnosis: Sequence[str] = ()) -> str:
+    """One sentence for a verdict that has reasons; the diagnosis leads where there is one, else the first reason."""
+    if word is Word.DIFFERENT and diagnosis:
+        more = f" (and {_count(len(diagnosis) - 1, 'more findings')})" if len(diagnosis) > 1 else ""
+        return f"speculative decoding changes what is sampled: {diagnosis[0]}{more}"
     opening = {
         Word.INVALID: "this run cannot be judged",
         Word.DIFFERENT: "speculative decoding changes what is sampled",
@@ -95,6 +98,10 @@ def margin_crossed(interval: Interval) -> Reason:
         f"{problem}; about {needed:,} seeds would settle it, {interval.num_seeds:,} were drawn",
         "run a larger --budget, or widen the margin if that much may be wrong",
     )
+
+
+def unsettled(line: str) -> Reason:
+    return Reason(f"too little data for what must be measured ({line})", "run a larger --budget")
 
 
 def inside_margin(interval: Interval) -> str:

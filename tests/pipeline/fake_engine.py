@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from equivtest.records import SPEC, Generation, Origin, Request, Route
+from equivtest.decoder.scorer import FinishedSamples
+from equivtest.records import SPEC, Generation, LawColumns, Origin, Request, Route
 from equivtest.rng import Purpose, uniforms
 
 VOCAB_SIZE = 12
@@ -19,11 +20,19 @@ class FakeEngine:
     """
 
     def __init__(
-        self, *, on_epsilon: float = 0.0, biased_epsilon: float = 0.5, drift: float = 0.0, speculates: bool = True
+        self,
+        *,
+        on_epsilon: float = 0.0,
+        biased_epsilon: float = 0.5,
+        drift: float = 0.0,
+        speculates: bool = True,
+        scorer: "FakeScorer | None" = None,
+        has_law: bool = True,
     ) -> None:
         self.on_epsilon, self.biased_epsilon = on_epsilon, biased_epsilon
         self.drift, self.speculates = drift, speculates
         self.num_calls = 0
+        self._scorer = (scorer or FakeScorer()) if has_law else None
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return tuple(messages[-1]["content"].encode())
@@ -33,6 +42,9 @@ class FakeEngine:
 
     def describe(self) -> Mapping[str, Any]:
         return {"engine": "fake", "model": "fake", "drafter": "mode"}
+
+    def scorer(self) -> "FakeScorer | None":
+        return self._scorer
 
     def generate(
         self,
@@ -55,7 +67,7 @@ class FakeEngine:
     def _one(self, request: Request, speculative: bool, epsilon: float) -> Generation:
         length = request.max_tokens
         position = np.arange(length)
-        laws = np.random.default_rng(len(request.prompt_token_ids)).dirichlet(np.ones(VOCAB_SIZE), size=length)
+        laws = laws_of(request.prompt_token_ids, length)
         draft = laws.argmax(axis=1)
         key = np.full(length, request.stream_key)
         if not speculative:
@@ -83,3 +95,44 @@ class FakeEngine:
     def _draw(laws: np.ndarray, coins: np.ndarray) -> np.ndarray:
         cumulative = np.cumsum(laws, axis=1)
         return (cumulative > (coins * cumulative[:, -1])[:, None]).argmax(axis=1)
+
+
+def laws_of(prompt_token_ids: Sequence[int], num_positions: int) -> np.ndarray:
+    """[num_positions, VOCAB_SIZE]"""
+    return np.random.default_rng(len(prompt_token_ids)).dirichlet(np.ones(VOCAB_SIZE), size=num_positions)
+
+
+class FakeScorer:
+    """What the laws say of finished samples. No law has ties, so ranks need no care. `heat` makes them other laws."""
+
+    def __init__(self, heat: float = 1.0) -> None:
+        self.heat, self.num_calls = heat, 0
+
+    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+        tokens, drafts = samples.token_ids, samples.draft_token_ids
+        position = np.arange(tokens.shape[1])
+        self.num_calls += 1
+        laws = laws_of(samples.prompt_token_ids, tokens.shape[1]) ** (1 / self.heat)
+        laws /= laws.sum(axis=1, keepdims=True)
+        p_token, has_draft = laws[position, tokens], drafts >= 0
+        p_draft = np.where(has_draft, laws[position, drafts], 0.0)
+        coins = [uniforms(samples.stream_keys[:, None], position, Purpose.SCORE, draw=draw) for draw in range(2)]
+        above = (laws[None] * (laws[None] > p_token[:, :, None])).sum(axis=2)
+        before = np.cumsum(laws, axis=1)[position, tokens] - p_token
+        entropy = -(laws * np.log(laws)).sum(axis=1)
+        variance = (laws * (-np.log(laws) - entropy[:, None]) ** 2).sum(axis=1)
+        if on_tokens is not None:
+            on_tokens(tokens.size)
+        return LawColumns(
+            p_token=p_token,
+            has_draft=has_draft,
+            p_draft=p_draft,
+            q_token=(has_draft & (tokens == drafts)).astype(float),
+            q_mean=p_draft,
+            q_variance=p_draft * (1 - p_draft),
+            pit_rank=np.clip(above + coins[0] * p_token, 0, 1),
+            pit_vocab=np.clip(before + coins[1] * p_token, 0, 1),
+            entropy=np.broadcast_to(entropy, tokens.shape),
+            var_surprisal=np.broadcast_to(variance, tokens.shape),
+            support_violation=np.zeros(tokens.shape, bool),
+        )

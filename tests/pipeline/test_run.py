@@ -13,21 +13,23 @@ import pytest
 from equivtest.engines.base import EngineOptions
 from equivtest.errors import ResolutionTooCoarse, RunBusy, RunExists, RunMismatch
 from equivtest.files import sole_writer
-from equivtest.pipeline.analyse import AnalysisOptions
+from equivtest.pipeline.families import AnalysisOptions
 from equivtest.pipeline.gate import read_verdict
 from equivtest.pipeline.manifest import Manifest, Status, resume_command
 from equivtest.pipeline.run import RunOptions, RunResult, find_run, reanalyse, run
 from equivtest.records import Arm, Word
-from tests.pipeline.fake_engine import FakeEngine
+from tests.pipeline.fake_engine import FakeEngine, FakeScorer
 
 OUTPUTS = ("cells.parquet", "evidence.parquet", "verdict.json", "report.html", "summary.md", "junit.xml")
 
 
-def judge(run_dir: Path, engine: FakeEngine, *, confirm: bool = True, resume: bool = False, **options) -> RunResult:
+def judge(
+    run_dir: Path, engine: FakeEngine, *, resume: bool = False, run_seed: int = 0, budget: str = "smoke", **judging
+) -> RunResult:
     return run(
         RunOptions(
-            budget="smoke", engine=EngineOptions(model="fake"), analysis=AnalysisOptions(confirm=confirm),
-            run_dir=run_dir, resume=resume, **options,
+            budget=budget, engine=EngineOptions(model="fake"), analysis=AnalysisOptions(**judging),
+            run_dir=run_dir, resume=resume, run_seed=run_seed,
         ),
         engine=engine,
     )  # fmt: skip
@@ -44,13 +46,78 @@ def test_a_correct_decoder_is_equivalent(correct: RunResult) -> None:
     assert all(control.passed for control in verdict.controls)
 
 
-def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(tmp_path: Path) -> None:
+def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds_of_the_arm_alone(tmp_path: Path) -> None:
     result = judge(tmp_path / "run", FakeEngine(on_epsilon=0.4))
     verdict = result.analysis.verdict
     assert (verdict.word, verdict.exit_code) == (Word.DIFFERENT, 1)
-    assert "again on 256 fresh samples" in verdict.headline
+    assert "acceptance is inflated by 0.4" in verdict.headline
+    assert "on against the target's law, again on 512 fresh samples" in "\n".join(verdict.reasons)
     fresh = list((tmp_path / "run" / "samples").rglob("seeds=0064-0319.parquet"))
+    assert {path.parts[-4] for path in fresh} == {"arm=on"}
+    assert any("not tested on fresh seeds, because a difference already stands" in line for line in verdict.reasons)
+
+
+def test_an_engine_without_a_law_is_judged_by_its_samples_alone(tmp_path: Path) -> None:
+    right = judge(tmp_path / "right", FakeEngine(has_law=False)).analysis
+    assert right.verdict.word is Word.EQUIVALENT
+    assert {line.family for line in right.evidence} == {"marginal", "joint"}
+    assert right.verdict.intervals == ()
+    wrong = judge(tmp_path / "wrong", FakeEngine(has_law=False, on_epsilon=0.4)).analysis.verdict
+    assert wrong.word is Word.DIFFERENT
+    assert "again on 256 fresh samples an arm" in "\n".join(wrong.reasons)
+    fresh = list((tmp_path / "wrong" / "samples").rglob("seeds=0064-0319.parquet"))
     assert {path.parts[-4] for path in fresh} == {"arm=off", "arm=on"}
+
+
+def test_a_bias_that_histograms_miss_is_found_against_the_law(tmp_path: Path) -> None:
+    """At the gate's size, 65,536 tokens: a bias of .02 where the correct twin reads less than .008."""
+    found = judge(tmp_path / "wrong", FakeEngine(on_epsilon=0.02), budget="gate").analysis
+    assert found.verdict.word is Word.DIFFERENT
+    assert found.verdict.gate_of_record.passed
+    [bias] = [line for line in found.evidence if (line.name, line.stratum) == ("bias", "on / topp95")]
+    assert bias.ci_low < 0.02 < bias.ci_high
+    twin = judge(tmp_path / "right", FakeEngine(), budget="gate").analysis
+    assert twin.verdict.word is Word.EQUIVALENT
+    assert "acceptance bias" in twin.verdict.headline
+
+
+def test_the_lines_of_evidence_cover_every_arm_comparison_and_test(correct: RunResult) -> None:
+    strata = {(line.family, line.stratum) for line in correct.analysis.evidence}
+    arms = {("law", f"{arm} / topp95") for arm in Arm}
+    pairs = ("off vs on", "on vs on_null", "off vs biased")
+    assert strata == arms | {("law", "on minus off / topp95")} | {("marginal", pair) for pair in pairs} | {
+        ("joint", f"{pair} / topp95") for pair in pairs
+    }
+    assert [control.name for control in correct.analysis.verdict.controls] == ["A/A", "planted fault", "reference law"]
+    assert {interval.place.test for interval in correct.analysis.verdict.intervals} == {"bias", "rank", "vocab"}
+
+
+def test_a_reference_law_that_is_not_the_decoders_makes_the_run_invalid(tmp_path: Path) -> None:
+    verdict = judge(tmp_path / "run", FakeEngine(scorer=FakeScorer(heat=2.0))).analysis.verdict
+    assert verdict.word is Word.INVALID
+    assert "plain decoding does not follow the law" in verdict.headline
+    assert verdict.controls[2].passed is False
+
+
+def test_an_interval_that_crosses_its_margin_is_inconclusive_and_says_how_many_seeds_settle_it(tmp_path: Path) -> None:
+    verdict = judge(tmp_path / "run", FakeEngine(), bias_margin=0.005).analysis.verdict
+    assert (verdict.word, verdict.exit_code) == (Word.INCONCLUSIVE, 3)
+    assert "crosses its margin of 0.005" in verdict.headline
+    needed = next(i for i in verdict.intervals if i.place.test == "bias").seeds_needed
+    assert needed is None or needed > 64
+
+
+def test_samples_are_scored_once_and_a_lost_law_file_is_told(tmp_path: Path) -> None:
+    run_dir, scorer = tmp_path / "run", FakeScorer()
+    judge(run_dir, FakeEngine(scorer=scorer))
+    calls = scorer.num_calls
+    next((run_dir / "law" / "arm=on").rglob("*.parquet")).unlink()
+    verdict = reanalyse(run_dir).analysis.verdict
+    assert verdict.word is Word.INVALID
+    assert "law of 1 shards of arm on" in verdict.headline
+    assert judge(run_dir, FakeEngine(scorer=scorer), resume=True).analysis.verdict.word is Word.EQUIVALENT
+    assert scorer.num_calls == calls + 1
+    assert set(Manifest.read(run_dir).score_seconds) == set(Arm)
 
 
 def test_without_confirmation_a_flag_counts_at_once(tmp_path: Path) -> None:
