@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
 import pandas as pd
 
 from equivtest.errors import InvalidSetting
-from equivtest.records import Comparison, Word
+from equivtest.records import Arm, Comparison, Word
 
 COMPARISON_EXPECTS: Mapping[Comparison, str] = {
     Comparison.OFF_ON: "agree?",
@@ -57,9 +58,35 @@ EVIDENCE_COLUMNS = (
     "method",
 )
 ACCEPTANCE_COLUMNS = ("arm", "config", "slot", "reached", "accepted")
+PIT_COLUMNS = ("config", "arm", "order", "bin", "count", "expected", "low", "high")
+QUANTILE_COLUMNS = ("comparison", "expected", "observed", "low", "high")
+POWER_COLUMNS = ("config", "test", "bias", "power")
+
+FRAMES: Mapping[str, tuple[str, ...]] = {
+    "cells": CELL_COLUMNS,
+    "evidence": EVIDENCE_COLUMNS,
+    "acceptance": ACCEPTANCE_COLUMNS,
+    "pit": PIT_COLUMNS,
+    "quantiles": QUANTILE_COLUMNS,
+    "power": POWER_COLUMNS,
+}
+"""Every table of a report, by its field, and the columns that it must have."""
+
+_ONE_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("cells", "comparison"): tuple(Comparison),
+    ("quantiles", "comparison"): tuple(Comparison),
+    ("pit", "arm"): tuple(Arm),
+    ("pit", "order"): ("rank", "vocab"),
+    ("power", "test"): ("law", "neyman_pearson"),
+}
+"""Columns that hold one of a few words."""
 
 MAY_BE_EMPTY = frozenset({"df", "adjusted_p", "estimate", "ci_low", "ci_high", "margin"})
 """Columns in which a test that does not define the value leaves it empty."""
+
+
+def _empty(columns: tuple[str, ...]) -> pd.DataFrame:
+    return pd.DataFrame(columns=list(columns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +102,9 @@ class ControlResult:
     outcome: str
     """What came out."""
     num_rejected: int
-    """Cells rejected."""
+    """Tests rejected."""
     num_cells: int
-    """Cells tested."""
+    """Tests made: cells, and what other families look at."""
     passed: bool | None
     """None where it was not run, is undecided or had nothing to act on."""
 
@@ -125,26 +152,28 @@ class ReportData:
     """ACCEPTANCE_COLUMNS, what became of the drafts at each slot."""
     manifest: Mapping[str, object]
     """Provenance; `command`, if there, reproduces the run. Values may be text, numbers, lists and mappings of them."""
+    diagnosis: tuple[str, ...] = ()
+    """What is wrong and where to look, a sentence each; empty when nothing is, or nothing more can be said."""
+    pit: pd.DataFrame = field(default_factory=partial(_empty, PIT_COLUMNS))
+    """PIT_COLUMNS, the histogram of an arm's probability integral transforms in an order of the vocabulary (`rank` or
+    `vocab`): bins 0..19, with the count of a uniform law and a pointwise 95 % band; empty without a law."""
+    quantiles: pd.DataFrame = field(default_factory=partial(_empty, QUANTILE_COLUMNS))
+    """QUANTILE_COLUMNS, the sorted p-values of a comparison's cells against uniform quantiles, with a pointwise 95 %
+    band."""
+    power: pd.DataFrame = field(default_factory=partial(_empty, POWER_COLUMNS))
+    """POWER_COLUMNS, with what probability this run sees a bias: the family `law`, and the limit `neyman_pearson`."""
 
     def __post_init__(self) -> None:
-        for field, columns in (
-            ("cells", CELL_COLUMNS),
-            ("evidence", EVIDENCE_COLUMNS),
-            ("acceptance", ACCEPTANCE_COLUMNS),
-        ):
-            _check_frame(field, getattr(self, field), columns)
-        unknown = sorted(set(self.cells["comparison"]) - set(Comparison))
-        if unknown:
-            raise InvalidSetting(
-                setting="ReportData.cells.comparison",
-                value=unknown[0],
-                requirement=f"must be one of {', '.join(Comparison)}",
-            )
-        unlisted = sorted(set(self.cells["config"]) - {config.name for config in self.configs})
-        if unlisted:
-            raise InvalidSetting(
-                setting="ReportData.cells.config", value=unlisted[0], requirement="must be listed in configs"
-            )
+        listed = {config.name for config in self.configs}
+        for name, columns in FRAMES.items():
+            frame = getattr(self, name)
+            _check_frame(name, frame, columns)
+            for column in columns:
+                allowed = _ONE_OF.get((name, column))
+                if allowed:
+                    _check_words(f"{name}.{column}", frame[column], allowed, f"must be one of {', '.join(allowed)}")
+            if "config" in columns and name != "acceptance":
+                _check_words(f"{name}.config", frame["config"], listed, "must be listed in configs")
 
     def cells_of(self, comparison: Comparison, config: str | None = None) -> pd.DataFrame:
         """The cells of one comparison, of one configuration or of all, in the order given."""
@@ -162,14 +191,20 @@ class ReportData:
         return tuple(dict.fromkeys(self.cells.loc[self.cells["config"] == config, "prompt_id"]))
 
 
-def _check_frame(field: str, frame: pd.DataFrame, columns: tuple[str, ...]) -> None:
-    missing = [name for name in columns if name not in frame.columns]
+def _check_frame(name: str, frame: pd.DataFrame, columns: tuple[str, ...]) -> None:
+    missing = [column for column in columns if column not in frame.columns]
     if missing:
         raise InvalidSetting(
-            setting=f"ReportData.{field}", value=list(frame.columns), requirement=f"lacks {', '.join(missing)}"
+            setting=f"ReportData.{name}", value=list(frame.columns), requirement=f"lacks {', '.join(missing)}"
         )
-    for name in columns:
-        if name not in MAY_BE_EMPTY and frame[name].isna().any():
+    for column in columns:
+        if column not in MAY_BE_EMPTY and frame[column].isna().any():
             raise InvalidSetting(
-                setting=f"ReportData.{field}.{name}", value=None, requirement="must not be empty or NaN"
+                setting=f"ReportData.{name}.{column}", value=None, requirement="must not be empty or NaN"
             )
+
+
+def _check_words(column: str, values: pd.Series[str], allowed: Collection[str], requirement: str) -> None:
+    unknown = sorted(set(values) - set(allowed))
+    if unknown:
+        raise InvalidSetting(setting=f"ReportData.{column}", value=unknown[0], requirement=requirement)

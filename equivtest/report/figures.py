@@ -9,7 +9,7 @@ from markupsafe import Markup
 from equivtest.records import Comparison
 from equivtest.report import svg
 
-_ARM_STYLES = (("on", svg.SERIES_1, ""), ("on_null", svg.SERIES_2, "///"), ("biased", svg.SERIES_3, "..."))
+_ARM_STYLES = (("on", svg.SERIES_1, ""), ("on_null", svg.SERIES_2, "///"), ("biased", svg.SERIES_3, "\\\\\\"))
 """Arms of the acceptance figure with colour and hatch, so that colour is not the only difference."""
 
 

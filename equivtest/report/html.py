@@ -14,12 +14,16 @@ from markupsafe import Markup
 from equivtest.files import write_whole
 from equivtest.records import Comparison
 from equivtest.report import words
+from equivtest.report.curve_figures import quantile_figure
 from equivtest.report.data import COMPARISON_ROLES, ReportData
 from equivtest.report.figures import acceptance_figure, tv_figure
+from equivtest.report.law_section import law_sections, power_curves
 from equivtest.report.select import num_rejected, worst_cells
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _NUM_WORST = 12
+_MANY_LINES = 24
+"""A table of more tests is folded away."""
 _P_LEVELS = (0.1, 0.01, 1e-3, 1e-4, 1e-6)
 """Upper ends of the heat map's levels 1 to 5; above the first is level 0."""
 
@@ -79,14 +83,19 @@ def render_html(data: ReportData) -> str:
         # The A/A control's cells matter only when it has something to explain; the planted fault's never do.
         if comparison == "off_on" or (comparison == "on_on_null" and num_rejected(data.cells_of(comparison)))
     ]
+    quantiles = [quantile_figure(data.quantiles, comparison=name, name=f"quantiles-{name}") for name in Comparison]
     return (
         _environment()
         .get_template("page.html.j2")
         .render(
             data=data,
+            law_sections=law_sections(data),
+            power_curves=power_curves(data),
             sections=sections,
+            quantiles=[drawing for drawing in quantiles if drawing is not None],
             worst=worst,
             evidence=_records(data.evidence),
+            many_lines=_MANY_LINES,
             provenance=list(flatten(data.manifest)),
             command=data.manifest.get("command"),
         )

@@ -1,4 +1,4 @@
-"""Which rows a page shows: the largest cells. Sorting and filtering only."""
+"""Which rows a page shows: the largest cells, the evidence of an arm. Sorting and filtering only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from typing import Literal
 
 import pandas as pd
 
-from equivtest.records import Comparison
+from equivtest.records import Arm, Comparison
 from equivtest.report.data import ReportData
+
+FLAG_LEVEL = 0.01
+"""Adjusted p-value below which a line of evidence of the law and joint families is marked."""
+
+LAW_SUBJECTS = (*Arm, "on minus off")
+"""What the law family is computed on."""
 
 _KEYS: dict[str, tuple[list[str], list[bool]]] = {
     "p_value": (["p_value", "tv_excess"], [True, False]),
@@ -26,3 +32,25 @@ def worst_cells(
 def num_rejected(cells: pd.DataFrame) -> int:
     """How many of these cells are marked rejected."""
     return int(cells["rejected"].sum())
+
+
+def law_evidence(data: ReportData, config: str) -> pd.DataFrame:
+    """The law family of a configuration, a test's lines together in the order of LAW_SUBJECTS, with a column `arm`."""
+    law = data.evidence.loc[data.evidence["family"] == "law"]
+    by_stratum = {f"{subject} / {config}": subject for subject in LAW_SUBJECTS}
+    law = law.assign(arm=law["stratum"].map(by_stratum)).dropna(subset=["arm"])
+    tests, subjects = list(dict.fromkeys(law["name"])), list(LAW_SUBJECTS)
+    place = law["name"].map(tests.index) * len(subjects) + law["arm"].map(subjects.index)
+    return law.loc[place.sort_values(kind="stable").index]
+
+
+def bias_evidence(data: ReportData, config: str) -> pd.DataFrame:
+    """The line of evidence on the acceptance bias of arm on, if there is one with an interval and a margin."""
+    law = law_evidence(data, config)
+    law = law.loc[(law["name"] == "bias") & (law["arm"] == Arm.ON)]
+    return law.dropna(subset=["estimate", "ci_low", "ci_high", "margin"]).head(1)
+
+
+def is_flagged(adjusted_p: float | None) -> bool:
+    """Whether a line of evidence is marked; one that was not adjusted never is."""
+    return adjusted_p is not None and adjusted_p < FLAG_LEVEL

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import matplotlib.style
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 INK = "#000001"
 """Stands for the colour of text; replaced by `currentColor`."""
@@ -53,18 +55,41 @@ _SETTINGS: Mapping[str, Any] = {
     "legend.frameon": False,
 }
 
+_MARKERS = re.compile(r'<g([^>]*)>\n((?:<use [^>]* style="[^"]*"/>\n)+)</g>')
+_MARKER_STYLE = re.compile(r' style="([^"]*)"')
+
 
 @contextmanager
-def new_figure(width_in: float, height_in: float) -> Iterator[Figure]:
-    """A figure under the page's settings; draw and `to_svg` it inside the block. Size in inches."""
+def new_figure(width_in: float, height_in: float, *, left_in: float = 0.55) -> Iterator[Figure]:
+    """A figure under the page's settings; draw and `to_svg` it inside the block. Size and left margin in inches."""
     # From the defaults, so that a matplotlibrc of the user changes nothing.
     with matplotlib.style.context(["default", dict(_SETTINGS)]):
         figure = Figure(figsize=(width_in, height_in))
         # Fixed margins: all figures of a row line up, and a figure is drawn once, not twice.
         figure.subplots_adjust(
-            left=0.55 / width_in, right=1 - 0.1 / width_in, bottom=0.45 / height_in, top=1 - 0.25 / height_in
+            left=left_in / width_in, right=1 - 0.1 / width_in, bottom=0.45 / height_in, top=1 - 0.25 / height_in
         )
         yield figure
+
+
+def title_and_key(axes: Axes, title: str, marks: Sequence[tuple[str, str, str]]) -> None:
+    """A title on the left above the axes and what the marks mean on the right: (label, marker or "" for a line, colour)."""
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="" if marker else "-", markersize=4, label=label)
+        for label, marker, colour in marks
+    ]
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 0.98),
+        borderaxespad=0,
+        fontsize=8,
+        ncols=len(handles),
+        handlelength=1.2,
+        handletextpad=0.3,
+        columnspacing=1.0,
+    )
 
 
 def to_svg(figure: Figure, *, name: str, description: str) -> Markup:
@@ -85,7 +110,9 @@ def to_svg(figure: Figure, *, name: str, description: str) -> Markup:
     body = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number.group()):.2f}", body)
     body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", body)
     body = re.sub(r"font-family: [^;\"]*;?", "", body)
+    body = re.sub(r' transform="rotate\(-0[^"]*"', "", body)
     body = re.sub(r"\n\s*", "\n", body)
+    body = _MARKERS.sub(_hoist_style, body)
     for colour, css in _CSS_COLOURS.items():
         body = body.replace(colour, css)
     width, height = (round(float(inches) * 72) for inches in figure.get_size_inches())
@@ -93,3 +120,12 @@ def to_svg(figure: Figure, *, name: str, description: str) -> Markup:
         description, width, height, width, height
     )
     return opening + Markup(body.strip())
+
+
+def _hoist_style(markers: re.Match[str]) -> str:
+    """The points of one series with their style said once, on their group: a third of the size."""
+    attributes, points = markers.groups()
+    styles = set(_MARKER_STYLE.findall(points))
+    if len(styles) != 1 or "style=" in attributes:
+        return markers.group()
+    return f'<g{attributes} style="{styles.pop()}">\n{_MARKER_STYLE.sub("", points)}</g>'

@@ -23,8 +23,10 @@ def control_text(passed: bool | None) -> str:
     return {True: "✓ passed", False: "✗ failed", None: "? not decided"}[passed]
 
 
-def p_text(p_value: float) -> str:
-    """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`."""
+def p_text(p_value: float | None) -> str:
+    """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`; `-` for none."""
+    if p_value is None or pd.isna(p_value):
+        return NOTHING
     if p_value >= 0.001:
         return f"{p_value:.3g}"
     return f"{p_value:.1e}" if p_value > 0 else "0"
@@ -69,3 +71,14 @@ def share_text(share: float | None) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 cell`, `2 cells`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def power_of_ten(exponent: int) -> str:
+    """A tick of a logarithmic axis: `1`, `0.1`, `0.01`, `1e-3`."""
+    return f"{10.0**exponent:g}" if exponent > -3 else f"1e{exponent}"
+
+
+def margin_text(low: float, high: float, margin: float) -> str:
+    """Where an interval lies: `inside the margin of 0.01`, `outside the margin of 0.01` or `across` it."""
+    inside, outside = -margin < low and high < margin, low > margin or high < -margin
+    return f"{'inside' if inside else 'outside' if outside else 'across'} the margin of {number_text(margin)}"

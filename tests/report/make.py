@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from equivtest.records import EXIT_CODES, Word
-from equivtest.report.data import CELL_COLUMNS, ConfigFacts, ControlResult, ReportData
+from equivtest.report.data import CELL_COLUMNS, EVIDENCE_COLUMNS, ConfigFacts, ControlResult, ReportData
+from tests.report.make_law import diagnosis, joint_evidence, law_evidence, pit_histograms, power_curves, quantiles
 
 PROMPTS = ("story", "chat", "code", "mathematics", "translation", "summary", "list", "facts")
 
@@ -78,7 +79,7 @@ def evidence(configs: tuple[str, ...] = ("topp95",)) -> pd.DataFrame:
         for config in configs
         for comparison in ("off vs on", "on vs on_null", "off vs biased")
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=list(EVIDENCE_COLUMNS))
 
 
 def acceptance(configs: tuple[str, ...] = ("topp95",)) -> pd.DataFrame:
@@ -151,6 +152,7 @@ def report_data(
     """A run with that verdict."""
     headline, reasons, next_steps = _WORDS[word]
     faulty = {Word.DIFFERENT: ("off_on", "off_biased"), Word.INVALID: ()}.get(word, ("off_biased",))
+    bias = 0.021 if word is Word.DIFFERENT else 0.0
     table = cells(configs=configs, num_prompts=num_prompts, num_positions=num_positions, faulty=faulty)
     count = int(table.loc[table["comparison"] == "off_on", "rejected"].sum())
     return ReportData(
@@ -175,8 +177,12 @@ def report_data(
             for name in configs
         ),
         cells=table,
-        evidence=evidence(configs),
+        evidence=pd.concat([evidence(configs), law_evidence(configs, bias=bias), joint_evidence(configs, bias=bias)]),
         acceptance=acceptance(configs),
+        diagnosis=diagnosis(word),
+        pit=pit_histograms(configs),
+        quantiles=quantiles(table),
+        power=power_curves(configs),
         manifest={
             "fingerprint": "3f1c9a77",
             "command": "equivtest run --config topp95 --budget gate",
