@@ -169,9 +169,7 @@ def judge_marginal(samples: RunSamples, comparison: Comparison) -> tuple[Judged,
     result = judge_cells(comparison, _columns(first), _columns(second), options, samples.protocol.run_seed)
     flagged, stage_2, want = flagged_cells(result, cells), None, None
     if flagged and _confirms(samples, ROLES[comparison]):
-        wanted = Want(
-            role=ROLES[comparison], arms=comparison.arms, strata=flagged_strata(result, cells), scored=False
-        )
+        wanted = Want(role=ROLES[comparison], arms=comparison.arms, strata=flagged_strata(result, cells), scored=False)
 
         def again() -> Confirmation:
             fresh = [samples.fresh_tokens(arm, sorted(wanted.strata)) for arm in comparison.arms]
@@ -190,9 +188,7 @@ def judge_marginal(samples: RunSamples, comparison: Comparison) -> tuple[Judged,
 
 def judge_joint(samples: RunSamples, comparison: Comparison) -> Judged:
     """Whole samples of two arms, config by config. Raises MissingSamples, StatisticsError."""
-    results = joint_results(
-        *(samples.tokens(arm) for arm in comparison.arms), samples.generator("joint", comparison)
-    )
+    results = joint_results(*(samples.tokens(arm) for arm in comparison.arms), samples.generator("joint", comparison))
     finding, want = joint_finding(comparison, results), None
     if finding.flagged and _confirms(samples, finding.role):
         tested = [flag.place for flag in finding.flagged]
