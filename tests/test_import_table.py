@@ -22,7 +22,10 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "stats": (set(), {"scipy"}),
     "verdict": ({"protocol", "stats"}, set()),
     "report": (set(), {"pandas", "pyarrow", "matplotlib"}),
-    "bench": ({"kernels", "decoder", "engines", "protocol"}, {"torch", "transformers"}),
+    "bench": (
+        {"kernels", "decoder", "engines", "protocol", "stats", "verdict"},
+        {"torch", "transformers", "scipy"},
+    ),
     "pipeline": (
         {"protocol", "kernels", "decoder", "engines", "faults", "samples", "stats", "verdict", "report"},
         {"torch", "pandas", "pyarrow"},
