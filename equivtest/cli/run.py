@@ -15,6 +15,7 @@ Examples:
   equivtest run --config topp95                         the protocol of record
   equivtest run --config all --drafter ngram            three sampled configs in one run
   equivtest run --model path/to/model.gguf --acceptance match
+  equivtest run --sequential                            stop as soon as the answer is known
   equivtest run --resume                                continue the newest unfinished run
 """
 
@@ -75,6 +76,11 @@ _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
     default=Path("results"),
     show_default=True,
     help="Where run folders are made.",
+)
+@click.option(
+    "--sequential",
+    is_flag=True,
+    help="Collect in rounds and stop as soon as the answer is known; the report says how many tokens it took.",
 )
 @click.option("--resume", is_flag=True, help="Continue --run-dir, or the newest unfinished run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")

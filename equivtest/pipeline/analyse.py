@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,11 @@ from equivtest.pipeline.families import (
     judge_marginal,
 )
 from equivtest.pipeline.frames import cells_frame, pit_frame, power_frame, quantiles_frame
+from equivtest.pipeline.watch import Watch, progress_line, watch, watch_evidence, watch_finding
 from equivtest.protocol.budgets import BUDGETS
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Protocol
-from equivtest.records import Arm, Comparison, Evidence
+from equivtest.records import Arm, Comparison, Evidence, Word
 from equivtest.report.data import PIT_COLUMNS
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_samples
 from equivtest.stats.law import LawResult, law_family
@@ -34,7 +36,7 @@ from equivtest.stats.marginal import choose_permutations
 from equivtest.stats.scored import ScoredTokens
 from equivtest.verdict.decide import decide, standing
 from equivtest.verdict.diagnosis import diagnose
-from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Interval, Role, RunFacts
+from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Interval, Role, RunFacts
 from equivtest.verdict.law_findings import adjusted_law_evidence, margin_intervals
 from equivtest.verdict.verdict import Standing, Verdict
 
@@ -56,6 +58,8 @@ class Analysis:
     quantiles: pd.DataFrame
     power: pd.DataFrame
     """Columns as report.data has them."""
+    decided: bool
+    """Whether a sequential run needs no more seeds."""
     wants: tuple[Want, ...]
     """Fresh seeds that flags still wait for, in the order in which to collect them."""
 
@@ -87,6 +91,8 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Anal
     law = _Law.of(samples, refusals) if options.law else _Law.none()
     judged += [line for arm, line in law.judged.items() if arm in LAW_ROLES]
     findings = [one.finding for one in judged]
+    if law.watches:
+        findings.append(watch_finding(law.watches))
     facts = run_facts(
         protocol,
         configs,
@@ -95,20 +101,32 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Anal
         diagnosis=_diagnosis(protocol, law.evidence, joint_off_on),
         unsettled=_unsettled(configs, law.left_out),
     )
+    if law.watches:
+        used = progress_line(law.watches, protocol, _budget_seeds(protocol))
+        facts = dataclasses.replace(facts, caveats=(*facts.caveats, used))
     verdict = decide(facts, findings, law.intervals)
+    different = any(state.different for state in law.watches.values())
+    equivalent = all(state.equivalent for state in law.watches.values()) and verdict.word is Word.EQUIVALENT
     evidence = [line for one in judged for line in one.evidence]
     evidence += [line for own in law.evidence.get(Arm.ON_NULL, {}).values() for line in own]
+    evidence += law.differences
+    evidence += [line for config, state in law.watches.items() for line in watch_evidence(config, state)]
     return Analysis(
         verdict=verdict,
         configs=configs,
         cells=pd.concat(cells[len(cells) > 1 :], ignore_index=True),
-        evidence=(*evidence, *law.differences),
+        evidence=(
+            *evidence,
+            *law.differences,
+            *(line for c, w in law.watches.items() for line in watch_evidence(c, w)),
+        ),
         acceptance=by_slot,
         speed=acceptance_by_arm(rows).to_pandas(),
         pit=law.pit,
         quantiles=pd.concat(quantiles[len(quantiles) > 1 :], ignore_index=True),
         power=law.power,
-        wants=_ordered_wants(judged, options),
+        decided=bool(law.watches) and (different or equivalent),
+        wants=_ordered_wants(judged, findings, options),
     )
 
 
@@ -154,11 +172,20 @@ class _Law:
     intervals: tuple[Interval, ...]
     pit: pd.DataFrame
     power: pd.DataFrame
+    watches: Mapping[str, Watch]
+    """Of a sequential run, by config."""
 
     @classmethod
     def none(cls) -> _Law:
         return cls(
-            judged={}, evidence={}, differences=(), left_out={}, intervals=(), pit=_NO_PIT, power=power_frame({}, 0, 0)
+            judged={},
+            evidence={},
+            differences=(),
+            left_out={},
+            intervals=(),
+            pit=_NO_PIT,
+            power=power_frame({}, 0, 0),
+            watches={},
         )
 
     @classmethod
@@ -204,6 +231,11 @@ class _Law:
             power=power_frame(
                 {config: scored[Arm.ON, config] for config in results.get(Arm.ON, {})}, protocol.num_seeds, num_tests
             ),
+            watches={
+                config: watch(scored[Arm.ON, config], margin=margins.bias, num_configs=len(protocol.configs))
+                for config in results.get(Arm.ON, {})
+                if protocol.sequential
+            },
         )
 
 
@@ -238,12 +270,15 @@ def _unsettled(
     )
 
 
-def _ordered_wants(judged: Sequence[Judged], options: AnalysisOptions) -> tuple[Want, ...]:
+def _budget_seeds(protocol: Protocol) -> int:
+    """What a sequential run would have collected."""
+    return BUDGETS[protocol.budget].num_seeds if protocol.budget in BUDGETS else protocol.num_seeds
+
+
+def _ordered_wants(judged: Sequence[Judged], findings: Sequence[Finding], options: AnalysisOptions) -> tuple[Want, ...]:
     """Controls first, for they may make the rest pointless; then the law, which needs one arm only. Nothing for other
     families' flags on the question once one of them stands."""
-    shown = any(
-        one.finding.role is Role.TEST and standing(one.finding, options.confirm) is Standing.CONFIRMED for one in judged
-    )
+    shown = any(f.role is Role.TEST and standing(f, options.confirm) is Standing.CONFIRMED for f in findings)
     wants = [one.want for one in judged if one.want and not (shown and one.want.role is Role.TEST)]
     return tuple(sorted(wants, key=lambda want: (want.role is Role.TEST, len(want.arms))))
 

@@ -11,7 +11,6 @@ from typing import Any
 from equivtest.errors import InvalidShard
 from equivtest.pipeline.manifest import Manifest, Status, resume_command
 from equivtest.pipeline.publish import VERDICT_FILE
-from equivtest.protocol.plan import Protocol
 from equivtest.records import EXIT_CODES, Word
 from equivtest.samples.keys import shard_path
 from equivtest.samples.shards import shard_is_done
@@ -71,7 +70,7 @@ def _not_finished(run_dir: Path, manifest: Manifest) -> str | None:
     """Why the samples of a run are not what a verdict may stand on."""
     if manifest.status is not Status.COMPLETE:
         return f"it is {manifest.status}, {manifest.error or 'its samples were not all collected'}"
-    protocol = Protocol.from_dict(manifest.protocol)
+    protocol = manifest.judged_protocol
     shards = [shard for batch in protocol.batches() for shard in batch]
     bad = [shard for shard in shards if not shard_is_done(run_dir, shard, protocol.num_positions)]
     if bad:

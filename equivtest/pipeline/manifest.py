@@ -20,6 +20,7 @@ from typing import Any
 import equivtest
 from equivtest.errors import InvalidShard, RunNotFound
 from equivtest.files import write_whole
+from equivtest.protocol.plan import Protocol
 from equivtest.resources import resource_dir
 
 FILE_NAME = "manifest.json"
@@ -62,8 +63,16 @@ class Manifest:
     """Seconds spent holding the tokens against the target's law, by arm, over all sittings."""
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
     """Length of each prompt in tokens."""
+    used_seeds: int | None = None
+    """Seeds after which a sequential run stopped, or so far; None for a run that collects what its protocol says."""
     error: str | None = None
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def judged_protocol(self) -> Protocol:
+        """The protocol, with the seeds that were really collected."""
+        protocol = Protocol.from_dict(self.protocol)
+        return protocol if self.used_seeds is None else protocol.stopped_at(self.used_seeds)
 
     def with_status(self, status: Status, *, error: str | None = None) -> Manifest:
         return dataclasses.replace(self, status=status, error=error)

@@ -51,6 +51,8 @@ class RunOptions:
     results_dir: Path = Path("results")
     run_dir: Path | None = None
     """None names a new folder under results_dir after configs, budget and time."""
+    sequential: bool = False
+    """Stop collecting as soon as the answer is known."""
     resume: bool = False
     """Continue run_dir, or the newest unfinished run with the same fingerprint."""
 
@@ -78,7 +80,10 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
         get_budget(options.budget),
         epsilon=options.epsilon,
         run_seed=options.run_seed,
+        sequential=options.sequential,
     )
+    if options.sequential and not options.analysis.law:
+        raise InvalidSetting("sequential", True, "watches tokens against the target's law: not with --no-law")
     # Torch loads only when a run really starts: reports are recomputed on machines without it.
     from equivtest.engines.decoder import DecoderEngine
 
@@ -93,6 +98,8 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
     from equivtest.pipeline.collect import collect
     from equivtest.pipeline.score import score
 
+    if protocol.sequential and engine.scorer() is None:
+        raise InvalidSetting("sequential", True, "watches tokens against the target's law, which this engine lacks")
     manifest = _open_run(options, protocol, engine, run_dir)
     judging = AnalysisOptions(**manifest.options)
     listener.message(f"run folder: {run_dir}")
@@ -102,13 +109,21 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
         return score(run_dir, protocol, manifest, engine, batches, listener, "scoring") if scored else manifest
 
     try:
-        manifest = gather(manifest, list(protocol.batches()), "collecting", scored=judging.law)
-        analysis = analyse(run_dir, protocol, judging)
+        for num_seeds, batches in protocol.rounds():
+            label = f"collecting, {num_seeds} of {protocol.num_seeds} seeds" if protocol.sequential else "collecting"
+            manifest = gather(manifest, batches, label, scored=judging.law)
+            if protocol.sequential:
+                manifest = dataclasses.replace(manifest, used_seeds=num_seeds)
+                manifest.write(run_dir)
+            analysis = analyse(run_dir, manifest.judged_protocol, judging)
+            if analysis.decided:
+                break
+        protocol = manifest.judged_protocol
         while analysis.wants:
             want = analysis.wants[0]
-            batches = list(protocol.confirmation_batches(want.arms, want.strata))
+            fresh = tuple(protocol.confirmation_batches(want.arms, want.strata))
             label = f"confirming on fresh seeds ({', '.join(want.arms)})"
-            manifest = gather(manifest, batches, label, scored=want.scored)
+            manifest = gather(manifest, fresh, label, scored=want.scored)
             analysis = analyse(run_dir, protocol, judging)
     except KeyboardInterrupt:
         listener.finish()
@@ -136,7 +151,7 @@ def reanalyse(run_dir: Path, analysis_options: AnalysisOptions | None = None) ->
     """Recompute a run's tables and pages from its samples; needs no torch and no model."""
     manifest = Manifest.read(run_dir)
     (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # an older verdict must not outlive samples that cannot be read
-    protocol = Protocol.from_dict(manifest.protocol)
+    protocol = manifest.judged_protocol
     analysis = analyse(run_dir, protocol, analysis_options or AnalysisOptions(**manifest.options))
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from equivtest.errors import InvalidSetting
@@ -40,6 +40,8 @@ class Protocol:
     num_seeds: int
     epsilon: float
     run_seed: int = 0
+    sequential: bool = False
+    """Collect in rounds of a few seeds of every arm, so that collecting can stop as soon as the answer is known."""
 
     def __post_init__(self) -> None:
         if not self.configs:
@@ -62,6 +64,7 @@ class Protocol:
         *,
         epsilon: float | None = None,
         run_seed: int = 0,
+        sequential: bool = False,
     ) -> Protocol:
         """The protocol of a budget; `epsilon` None takes the budget's own."""
         return cls(
@@ -74,17 +77,34 @@ class Protocol:
             num_seeds=budget.num_seeds,
             epsilon=budget.epsilon if epsilon is None else epsilon,
             run_seed=run_seed,
+            sequential=sequential,
         )
 
     def batches(self) -> Iterator[Batch]:
         """Stage 1: every arm of every config, cut into batches that do not depend on what is already on disk."""
-        for config in self.configs:
-            for arm in Arm:
-                yield from _pack(
-                    ShardKey(arm=arm, config=config, prompt_id=prompt.id, seed_start=start, seed_stop=stop)
-                    for prompt in self.prompts
-                    for start, stop in _blocks(0, self.num_seeds)
-                )
+        for _, batches in self.rounds():
+            yield from batches
+
+    def rounds(self) -> Iterator[tuple[int, tuple[Batch, ...]]]:
+        """Stage 1 in rounds: how many seeds are there after each, and its batches. One round unless sequential."""
+        size = max(1, BATCH_SAMPLES // len(self.prompts)) if self.sequential else self.num_seeds
+        for first in range(0, self.num_seeds, size):
+            stop = min(first + size, self.num_seeds)
+            yield (
+                stop,
+                tuple(batch for config in self.configs for arm in Arm for batch in self._arm(arm, config, first, stop)),
+            )
+
+    def _arm(self, arm: Arm, config: str, first: int, stop: int) -> Iterator[Batch]:
+        return _pack(
+            ShardKey(arm=arm, config=config, prompt_id=prompt.id, seed_start=start, seed_stop=end)
+            for prompt in self.prompts
+            for start, end in _blocks(first, stop)
+        )
+
+    def stopped_at(self, num_seeds: int) -> Protocol:
+        """The protocol of a run that stopped after so many seeds."""
+        return replace(self, num_seeds=num_seeds)
 
     @property
     def confirmation_seeds(self) -> tuple[int, int]:
@@ -120,6 +140,7 @@ class Protocol:
             "epsilon": self.epsilon,
             "run_seed": self.run_seed,
             "batch_samples": BATCH_SAMPLES,
+            "sequential": self.sequential,
         }
 
     @classmethod
@@ -134,7 +155,8 @@ class Protocol:
             **{
                 field: data[field]
                 for field in (
-                    "prompt_set", "prompt_set_sha256", "budget", "num_positions", "num_seeds", "epsilon", "run_seed"
+                    "prompt_set", "prompt_set_sha256", "budget", "num_positions", "num_seeds", "epsilon", "run_seed",
+                    "sequential",
                 )
             },
         )  # fmt: skip

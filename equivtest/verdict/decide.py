@@ -87,7 +87,7 @@ def standing(finding: Finding, confirm: bool) -> Standing:
     if not finding.flagged:
         return Standing.CLEAR
     # A planted fault is there by construction: a flag on it needs no confirmation.
-    if not confirm or finding.role is Role.TEETH:
+    if not confirm or finding.at_once or finding.role is Role.TEETH:
         return Standing.CONFIRMED
     if finding.confirmation is None:
         return Standing.PENDING

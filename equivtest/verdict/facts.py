@@ -186,6 +186,8 @@ class Finding:
     method: str
     """How p-values were computed and adjusted, in one phrase."""
     extremes: tuple[Extreme, ...] = ()
+    at_once: bool = False
+    """Whether its flags are valid at whatever time they are looked at, and so count without fresh seeds."""
     confirmation: Confirmation | None = None
     """Stage 2, where it was made."""
 

@@ -224,7 +224,7 @@ def _stood(finding: Finding, confirm: bool) -> str:
     """A finding whose flags count: how many, how sure and where."""
     stage_2 = finding.confirmation if confirm else None
     flags = finding.flagged if stage_2 is None else stage_2.confirmed
-    sure = "on the first look, without confirmation"
+    sure = "at a level that holds whenever one looks" if finding.at_once else "on the first look, without confirmation"
     if stage_2 is not None:
         sure = f"again on {stage_2.num_samples:,} fresh samples an arm"
     worst = max(flags, key=lambda flag: abs(flag.effect) - flag.effect_by_chance)

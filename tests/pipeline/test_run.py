@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from equivtest.engines.base import EngineOptions
-from equivtest.errors import ResolutionTooCoarse, RunBusy, RunExists, RunMismatch
+from equivtest.errors import InvalidSetting, ResolutionTooCoarse, RunBusy, RunExists, RunMismatch
 from equivtest.files import sole_writer
 from equivtest.pipeline.families import AnalysisOptions
 from equivtest.pipeline.gate import read_verdict
@@ -24,12 +24,19 @@ OUTPUTS = ("cells.parquet", "evidence.parquet", "verdict.json", "report.html", "
 
 
 def judge(
-    run_dir: Path, engine: FakeEngine, *, resume: bool = False, run_seed: int = 0, budget: str = "smoke", **judging
+    run_dir: Path,
+    engine: FakeEngine,
+    *,
+    resume: bool = False,
+    run_seed: int = 0,
+    budget: str = "smoke",
+    sequential: bool = False,
+    **judging,
 ) -> RunResult:
     return run(
         RunOptions(
             budget=budget, engine=EngineOptions(model="fake"), analysis=AnalysisOptions(**judging),
-            run_dir=run_dir, resume=resume, run_seed=run_seed,
+            run_dir=run_dir, resume=resume, run_seed=run_seed, sequential=sequential,
         ),
         engine=engine,
     )  # fmt: skip
@@ -105,6 +112,31 @@ def test_an_interval_that_crosses_its_margin_is_inconclusive_and_says_how_many_s
     assert "crosses its margin of 0.005" in verdict.headline
     needed = next(i for i in verdict.intervals if i.place.test == "bias").seeds_needed
     assert needed is None or needed > 64
+
+
+def test_a_sequential_run_stops_when_the_answer_is_known(tmp_path: Path) -> None:
+    """Both answers before the budget is spent: a gross bias after a round, equivalence within .05 after a few."""
+    gross = judge(tmp_path / "gross", FakeEngine(on_epsilon=0.2), budget="gate", sequential=True)
+    assert gross.analysis.verdict.word is Word.DIFFERENT
+    assert "at a level that holds whenever one looks" in "\n".join(gross.analysis.verdict.reasons)
+    assert Manifest.read(gross.run_dir).used_seeds == 32
+    right = judge(tmp_path / "right", FakeEngine(), budget="gate", sequential=True, bias_margin=0.05, pit_margin=0.1)
+    assert right.analysis.verdict.word is Word.EQUIVALENT
+    used = Manifest.read(right.run_dir).used_seeds
+    assert used is not None
+    assert used < 256
+    line = f"sequential: {used * 256:,} of 65,536 tokens an arm were collected (topp95 equivalent after"
+    assert any(reason.startswith(line) for reason in right.analysis.verdict.reasons)
+    assert read_verdict(right.run_dir).word is Word.EQUIVALENT
+    before = (right.run_dir / "verdict.json").read_bytes()
+    reanalyse(right.run_dir)
+    assert (right.run_dir / "verdict.json").read_bytes() == before
+
+
+def test_a_sequential_run_needs_a_law(tmp_path: Path) -> None:
+    for engine, judging in ((FakeEngine(has_law=False), {}), (FakeEngine(), {"law": False})):
+        with pytest.raises(InvalidSetting, match="law"):
+            judge(tmp_path / "run", engine, sequential=True, **judging)
 
 
 def test_samples_are_scored_once_and_a_lost_law_file_is_told(tmp_path: Path) -> None:
