@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from equivtest.engines.base import Engine
-from equivtest.faults import get_fault
+from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.manifest import Manifest
 from equivtest.pipeline.progress import Listener
 from equivtest.protocol.configs import CONFIGS
@@ -24,16 +24,19 @@ def collect(
     batches: Iterable[Batch],
     listener: Listener,
     label: str,
+    planted: Fault | None = None,
 ) -> Manifest:
     """Make every shard of `batches` valid on disk. Returns the manifest with the time spent added.
 
     A batch is generated whole or not at all: if one of its shards is missing, all its samples are generated again, in
     the same batch shape, so that a resumed run gives the bytes that an uninterrupted one would have given.
+
+    planted: the fault of the biased arm; by default the protocol's inflated acceptance.
     """
     batches = list(batches)
     listener.start(label, protocol.num_positions * sum(s.num_seeds for batch in batches for s in batch))
     prompts = {prompt.id: engine.encode_prompt(prompt.conversation) for prompt in protocol.prompts}
-    fault = get_fault("inflated_acceptance", epsilon=protocol.epsilon)
+    fault = planted or get_fault("inflated_acceptance", epsilon=protocol.epsilon)
     for batch in batches:
         num_tokens = protocol.num_positions * sum(shard.num_seeds for shard in batch)
         if all(shard_is_done(run_dir, shard, protocol.num_positions) for shard in batch):

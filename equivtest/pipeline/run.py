@@ -193,21 +193,34 @@ def _choose_run_dir(options: RunOptions) -> Path:
 
 
 def _open_run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path) -> Manifest:
+    manifest = _new_manifest(protocol, engine, _possible(options.analysis, engine))
+    return _resumed(run_dir, manifest) if options.resume else _written(run_dir, manifest)
+
+
+def open_manifest(run_dir: Path, protocol: Protocol, engine: Engine) -> Manifest:
+    """The manifest of a folder of samples that no verdict is asked of: a new one, or the one that is there.
+
+    Raises RunMismatch where another question was asked, or by other code.
+    """
+    manifest = _new_manifest(protocol, engine, AnalysisOptions())
+    return _resumed(run_dir, manifest) if (run_dir / FILE_NAME).exists() else _written(run_dir, manifest)
+
+
+def _new_manifest(protocol: Protocol, engine: Engine, analysis: AnalysisOptions) -> Manifest:
     subject = engine.describe()
-    manifest = Manifest(
+    return Manifest(
         run_id="",
         status=Status.STARTED,
         fingerprint=fingerprint(protocol, subject),
         protocol=protocol.to_dict(),
         subject=subject,
-        options=asdict(_possible(options.analysis, engine)),
+        options=asdict(analysis),
         code=describe_code(),
         machine=describe_machine(),
         command=command_line(),
         started=utc_now().isoformat(),
         prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.conversation)) for prompt in protocol.prompts},
     )
-    return _resumed(run_dir, manifest) if options.resume else _written(run_dir, manifest)
 
 
 def _possible(analysis: AnalysisOptions, engine: Engine) -> AnalysisOptions:

@@ -87,7 +87,7 @@ def monte_carlo_power(
         off, on = simulate(bias, rng)
         for name, finds in detectors.items():
             found[name] += bool(finds(off, on, rng))
-    return {name: _point(bias, count, num_replications) for name, count in found.items()}
+    return {name: power_point(bias, count, num_replications) for name, count in found.items()}
 
 
 def power_curve(
@@ -144,7 +144,8 @@ def search_smallest_bias(
     return BiasSearch(missed=low, found=high, points=tuple(sorted(points, key=lambda point: point.bias)))
 
 
-def _point(bias: float, num_found: int, num_replications: int) -> PowerPoint:
+def power_point(bias: float, num_found: int, num_replications: int) -> PowerPoint:
+    """The share of replications that found a bias, with its exact interval."""
     interval = binomtest(num_found, num_replications).proportion_ci(0.95)
     return PowerPoint(
         bias=bias,

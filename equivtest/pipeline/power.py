@@ -1,0 +1,356 @@
+"""What bias a protocol can see: in closed form from a run's law columns, or by running the decoder many times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equivtest.engines.base import Engine
+from equivtest.errors import InvalidSetting, StatisticsError
+from equivtest.faults import Fault, get_fault
+from equivtest.pipeline.families import generator
+from equivtest.pipeline.law_input import read_scored_tokens
+from equivtest.pipeline.manifest import Manifest
+from equivtest.pipeline.progress import Listener
+from equivtest.protocol.budgets import BUDGETS
+from equivtest.protocol.plan import Batch, Protocol
+from equivtest.records import Arm, ShardKey
+from equivtest.samples.reader import read_arm_tokens
+from equivtest.stats.law import LawResult, law_family
+from equivtest.stats.monte_carlo import FamilyName, PowerPoint, detector, power_point
+from equivtest.stats.power import Pilot, bias_test_seeds, law_power, pilot
+from equivtest.verdict.facts import Place
+from equivtest.verdict.law_findings import LAW_LEVEL, adjusted_law_evidence, law_confirmation
+
+TARGET_POWER = 0.9
+
+_TOKEN_FAMILIES: Mapping[str, FamilyName] = {
+    "protocol of record": "marginal",
+    "max_z": "max_z",
+    "MMD-Hamming": "mmd",
+    "joint": "joint",
+}
+FAMILIES = (*_TOKEN_FAMILIES, "law", "law, lag after a recovery", "law, confirmed")
+"""What judges a run of a study. The last is the law family as the verdict takes it, with its second stage."""
+
+_LAG = "lag_recovered"
+
+_STAGE_2 = 4
+"""Runs of a study whose seeds confirm another run's flags: four times its own, as in the protocol."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedForm:
+    """The bias test of one config at one number of seeds."""
+
+    config: str
+    budget: str
+    """Name of the budget with so many seeds; "this run" for the run's own."""
+    num_seeds: int
+    alpha: float
+    """Level of one test: the family's, shared by its tests as Holm's first step shares it."""
+    power: float
+    smallest_bias: float
+    """Acceptance bias found with that power."""
+    ratio: float
+    """Samples that the bias test needs for it, in units of what the best test needs (Neyman-Pearson)."""
+    bias: float | None
+    """The bias that was asked about."""
+    seeds_for_bias: float | None
+    """Seeds with which it is found with that power."""
+
+
+def closed_form(
+    run_dir: Path, *, bias: float | None = None, power: float = TARGET_POWER, alpha: float = LAW_LEVEL
+) -> tuple[ClosedForm, ...]:
+    """From the draft probabilities of arm on, for the run's own seeds and those of every budget.
+
+    Prompts and positions stay those of the run. Raises MissingSamples without law columns, InvalidSetting for drafts of
+    a sampled drafter, whose power has no closed form here.
+    """
+    protocol = Manifest.read(run_dir).judged_protocol
+    rows = []
+    for config in protocol.configs:
+        own, num_tests = _pilot(run_dir, protocol, config)
+        sizes = {"this run": protocol.num_seeds} | {name: budget.num_seeds for name, budget in BUDGETS.items()}
+        level = alpha / num_tests
+        for name, num_seeds in sizes.items():
+            try:
+                found = law_power(own, seeds=num_seeds, power=power, alpha=level)
+            except StatisticsError:
+                continue  # so few seeds find nothing
+            rows.append(
+                ClosedForm(
+                    config=config,
+                    budget=name,
+                    num_seeds=num_seeds,
+                    alpha=level,
+                    power=power,
+                    smallest_bias=found.smallest_bias,
+                    ratio=found.ratio,
+                    bias=bias,
+                    seeds_for_bias=None if bias is None else bias_test_seeds(own, bias, power=power, alpha=level),
+                )
+            )
+    return tuple(rows)
+
+
+def _pilot(run_dir: Path, protocol: Protocol, config: str) -> tuple[Pilot, int]:
+    """And the number of tests of the law family there."""
+    batches = [batch for batch in protocol.batches() if (batch[0].arm, batch[0].config) == (Arm.ON, config)]
+    tokens = read_scored_tokens(run_dir, batches, protocol.num_positions)
+    p_draft = tokens.q_mean[tokens.has_draft]
+    if not np.allclose(tokens.q_variance[tokens.has_draft], p_draft * (1 - p_draft), atol=1e-6):
+        raise InvalidSetting("drafter", "sampled drafts", "has no closed form; use --simulate")
+    return pilot(p_draft, protocol.num_seeds), len(law_family(tokens, f"on / {config}").evidence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A decoder whose runs are judged."""
+
+    name: str
+    """"bias 0.02", or the name of a fault."""
+    bias: float | None
+    fault: Fault | None
+    """None for a correct decoder."""
+
+    @classmethod
+    def biased(cls, bias: float) -> Subject:
+        fault = get_fault("inflated_acceptance", epsilon=bias) if bias else None
+        return cls(name=f"bias {bias:g}", bias=bias, fault=fault)
+
+    @classmethod
+    def faulty(cls, name: str) -> Subject:
+        return cls(name=name, bias=None, fault=get_fault(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRow:
+    """How often one family found one subject."""
+
+    config: str
+    subject: str
+    bias: float | None
+    family: str
+    num_found: int
+    num_runs: int
+    power: float
+    ci_low: float
+    ci_high: float
+    """Exact 95 % interval."""
+    mean_estimate: float | None
+    """Mean over runs of the law family's estimate of the bias."""
+
+
+def simulate(
+    study_dir: Path,
+    protocol: Protocol,
+    engine: Engine,
+    subjects: Sequence[Subject],
+    *,
+    num_runs: int,
+    batch_samples: int,
+    listener: Listener,
+    workers: int | None = None,
+) -> tuple[StudyRow, ...]:
+    """Decode `num_runs` runs of every subject, each against its own run of plain decoding, and judge each alone.
+
+    Everything is kept under `study_dir`, a folder a subject, and is not made twice. The second stage of a run takes the
+    seeds of four other runs: fresh to it, though runs share them. `protocol.num_seeds` are the seeds of one run.
+    Raises InvalidSetting for fewer runs than that needs.
+    """
+    if num_runs <= _STAGE_2:
+        raise InvalidSetting("runs", num_runs, f"must be more than {_STAGE_2}, which confirm each other")
+    whole = dataclasses.replace(protocol, num_seeds=protocol.num_seeds * num_runs)
+    plain = study_dir / "off"
+    _gather(plain, whole, engine, Arm.OFF, None, batch_samples, listener, "plain", scored=False)
+    for subject in subjects:
+        _gather(
+            _folder(study_dir, subject), whole, engine, _arm(subject), subject.fault, batch_samples, listener,
+            subject.name, scored=True,
+        )  # fmt: skip
+    rows: list[StudyRow] = []
+    with ProcessPoolExecutor(workers) as pool:
+        for subject in subjects:
+            for config in protocol.configs:
+                judge = partial(_judge_run, study_dir, protocol, config, subject.name, _arm(subject), num_runs)
+                listener.start(f"judging {subject.name} / {config}", num_runs)
+                verdicts = []
+                for verdict in pool.map(judge, range(num_runs)):
+                    verdicts.append(verdict)
+                    listener.advance(1)
+                listener.finish()
+                rows += _rows(config, subject, verdicts)
+    return tuple(rows)
+
+
+def smallest_found(rows: Sequence[StudyRow], config: str, family: str) -> tuple[float | None, float | None]:
+    """The smallest bias of the grid from which on at least 90 % of runs were found, and where a straight line between
+    it and the bias before crosses 90 %; None where there is none."""
+    curve = sorted((r.bias, r.power) for r in rows if r.config == config and r.family == family and r.bias)
+    found = None
+    for index in range(len(curve) - 1, -1, -1):
+        if curve[index][1] < TARGET_POWER:
+            break
+        found = index
+    if found is None:
+        return None, None
+    bias, power = curve[found]
+    if found == 0:
+        return bias, None
+    before, less = curve[found - 1]
+    return bias, before + (bias - before) * (TARGET_POWER - less) / (power - less)
+
+
+def _arm(subject: Subject) -> Arm:
+    return Arm.BIASED if subject.fault else Arm.ON
+
+
+def _folder(study_dir: Path, subject: Subject) -> Path:
+    return study_dir / subject.name.replace(" ", "-")
+
+
+def _gather(
+    run_dir: Path,
+    protocol: Protocol,
+    engine: Engine,
+    arm: Arm,
+    fault: Fault | None,
+    batch_samples: int,
+    listener: Listener,
+    name: str,
+    *,
+    scored: bool,
+) -> None:
+    from equivtest.pipeline.collect import collect
+    from equivtest.pipeline.run import open_manifest
+    from equivtest.pipeline.score import score
+
+    manifest = open_manifest(run_dir, protocol, engine)
+    batches = list(_large_batches(protocol, arm, batch_samples))
+    manifest = collect(run_dir, protocol, manifest, engine, batches, listener, f"collecting {name}", planted=fault)
+    if scored:
+        score(run_dir, protocol, manifest, engine, batches, listener, f"scoring {name}")
+
+
+def _large_batches(protocol: Protocol, arm: Arm, batch_samples: int) -> Iterator[Batch]:
+    """Many shards at once: a study asks for the law of its samples, not for their bytes."""
+    batch: list[ShardKey] = []
+    for shard in (shard for own in protocol.batches() if own[0].arm == arm for shard in own):
+        if batch and (
+            sum(key.num_seeds for key in batch) + shard.num_seeds > batch_samples or batch[0].config != shard.config
+        ):
+            yield tuple(batch)
+            batch = []
+        batch.append(shard)
+    if batch:
+        yield tuple(batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunVerdict:
+    found: Mapping[str, bool]
+    bias: float | None
+
+
+def _judge_run(
+    study_dir: Path, protocol: Protocol, config: str, subject: str, arm: Arm, num_runs: int, run: int
+) -> _RunVerdict:
+    """Every family on one run."""
+    folder = study_dir / subject.replace(" ", "-")
+    rng = generator(protocol.run_seed, "power", subject, config, run)
+    off, on = (
+        [
+            read_arm_tokens(
+                path, arm=own, config=config, prompt_id=prompt.id, seeds=_seeds(protocol, run),
+                num_positions=protocol.num_positions,
+            )
+            for prompt in protocol.prompts
+        ]
+        for path, own in ((study_dir / "off", Arm.OFF), (folder, arm))
+    )  # fmt: skip
+    found = {name: detector(family)(off, on, rng) for name, family in _TOKEN_FAMILIES.items()}
+    first = _law(folder, protocol, arm, config, [run])
+    evidence = adjusted_law_evidence({config: first})[config]
+    flagged = [line for line in evidence if line.adjusted_p is not None and line.adjusted_p < LAW_LEVEL]
+    found["law"] = bool(flagged)
+    found["law, lag after a recovery"] = any(line.name == _LAG for line in flagged)
+    found["law, confirmed"] = False
+    if flagged:
+        others = [(run + step) % num_runs for step in range(1, _STAGE_2 + 1)]
+        fresh = {config: _law(folder, protocol, arm, config, others)}
+        places = [Place(config, test=line.name) for line in flagged]
+        found["law, confirmed"] = bool(law_confirmation(fresh, places, num_samples=0).confirmed)
+    bias = next((line.estimate for line in evidence if line.name == "bias"), None)
+    return _RunVerdict(found=found, bias=bias)
+
+
+def _law(folder: Path, protocol: Protocol, arm: Arm, config: str, runs: Sequence[int]) -> LawResult:
+    batches = [
+        tuple(
+            ShardKey(arm=arm, config=config, prompt_id=prompt.id, seed_start=start, seed_stop=stop)
+            for prompt in protocol.prompts
+        )
+        for run in runs
+        for start, stop in [(_seeds(protocol, run).start, _seeds(protocol, run).stop)]
+    ]
+    return law_family(read_scored_tokens(folder, batches, protocol.num_positions), f"{arm} / {config}")
+
+
+def _seeds(protocol: Protocol, run: int) -> range:
+    return range(run * protocol.num_seeds, (run + 1) * protocol.num_seeds)
+
+
+def _rows(config: str, subject: Subject, verdicts: Sequence[_RunVerdict]) -> Iterator[StudyRow]:
+    estimates = [verdict.bias for verdict in verdicts if verdict.bias is not None]
+    for family in FAMILIES:
+        point: PowerPoint = power_point(
+            subject.bias or 0.0, sum(verdict.found[family] for verdict in verdicts), len(verdicts)
+        )
+        yield StudyRow(
+            config=config,
+            subject=subject.name,
+            bias=subject.bias,
+            family=family,
+            num_found=point.num_found,
+            num_runs=point.num_replications,
+            power=point.power,
+            ci_low=point.ci_low,
+            ci_high=point.ci_high,
+            mean_estimate=float(np.mean(estimates)) if estimates else None,
+        )
+
+
+def study_record(rows: Sequence[StudyRow], protocol: Protocol, engine: Engine, **settings: Any) -> dict[str, Any]:
+    """JSON-safe content of power.json."""
+    from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
+
+    smallest = {}
+    for config in protocol.configs:
+        for family in FAMILIES:
+            grid, between = smallest_found(rows, config, family)
+            smallest[f"{config} / {family}"] = {"found_from": grid, "interpolated": between}
+    return {
+        "command": command_line(),
+        "settings": settings,
+        "protocol": {
+            "configs": list(protocol.configs),
+            "num_prompts": len(protocol.prompts),
+            "num_positions": protocol.num_positions,
+            "num_seeds": protocol.num_seeds,
+            "run_seed": protocol.run_seed,
+        },
+        "subject": dict(engine.describe()),
+        "code": describe_code(),
+        "machine": describe_machine(),
+        "smallest_bias_at_90_percent_power": smallest,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
