@@ -40,7 +40,9 @@ def quantile_figure(quantiles: pd.DataFrame, *, comparison: Comparison, name: st
         axes.minorticks_off()
         for axis, values in ((axes.xaxis, expected), (axes.yaxis, np.concatenate([observed, low]))):
             exponents = _exponents(float(values.min()))
-            axis.set_ticks([10.0**exponent for exponent in exponents], labels=[words.power_of_ten(e) for e in exponents])
+            axis.set_ticks(
+                [10.0**exponent for exponent in exponents], labels=[words.power_of_ten(e) for e in exponents]
+            )
         axes.set_xlim(1.15, expected.min() / 1.3)
         axes.set_ylim(1.15, min(observed.min(), low.min()) / 1.6)
         axes.set_xlabel("p-value expected by chance")
@@ -50,8 +52,9 @@ def quantile_figure(quantiles: pd.DataFrame, *, comparison: Comparison, name: st
             figure,
             name=name,
             description=(
-                f"Sorted p-values of {words.plural(len(table), 'cell')}, {comparison.words}, against uniform quantiles: "
-                f"{outside} outside the pointwise 95 % band, the smallest {words.p_text(float(table['observed'].min()))}."
+                f"Sorted p-values of {words.plural(len(table), 'cell')}, {comparison.words}, against uniform "
+                f"quantiles: {outside} outside the pointwise 95 % band, the smallest "
+                f"{words.p_text(float(table['observed'].min()))}."
             ),
         )
 
@@ -76,9 +79,13 @@ def power_figure(power: pd.DataFrame, *, title: str, name: str) -> Markup | None
             curve = power.loc[power["test"] == test].sort_values("bias")
             if not len(curve):
                 continue
-            axes.plot(curve["bias"], curve["power"], line, color=colour, linewidth=1.5, label=label, gid=f"power-{test}")
+            axes.plot(
+                curve["bias"], curve["power"], line, color=colour, linewidth=1.5, label=label, gid=f"power-{test}"
+            )
             bias = bias_seen(power, test)
-            spoken.append(f"{label} reaches 90 % at {words.number_text(bias)}" if bias is not None else f"{label} does not")
+            spoken.append(
+                f"{label} reaches 90 % at {words.number_text(bias)}" if bias is not None else f"{label} does not"
+            )
             if bias is not None and test == "law":
                 axes.plot([bias], [TARGET_POWER], "o", color=colour, markersize=5, gid="seen")
         if not spoken:
@@ -91,7 +98,9 @@ def power_figure(power: pd.DataFrame, *, title: str, name: str) -> Markup | None
         axes.set_ylabel("power")
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         axes.legend(loc="lower right", fontsize=8, handlelength=2)
-        return svg.to_svg(figure, name=name, description=f"Power against acceptance bias, {title}: {'; '.join(spoken)}.")
+        return svg.to_svg(
+            figure, name=name, description=f"Power against acceptance bias, {title}: {'; '.join(spoken)}."
+        )
 
 
 def bias_seen(power: pd.DataFrame, test: str) -> float | None:

@@ -1,9 +1,10 @@
 """junit.xml: the run as test cases, for the test pages of CI systems.
 
-A prompt's cells are one case for each comparison and configuration, each control is one, and so is the verdict. The
-file agrees with the exit code: it has a failure or an error exactly when the verdict is not `equivalent`. So a rejected
-cell fails its case unless the verdict is equivalent in spite of it (the rejection was not confirmed on fresh samples);
-then, and for the planted fault, whose rejections are wanted, the case passes and says the numbers in its output.
+A prompt's cells are one case for each comparison and configuration, each line of evidence of the law and joint families
+is one, each control is one, and so is the verdict. The file agrees with the exit code: it has a failure or an error
+exactly when the verdict is not `equivalent`. So a rejected cell or a flagged line of evidence fails its case unless the
+verdict is equivalent in spite of it (it was not confirmed on fresh samples); then, and for the planted fault, which is
+wanted to be found, the case passes and says the numbers in its output.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 import pandas as pd
 
 from equivtest.files import write_whole
-from equivtest.records import Comparison, Word
+from equivtest.records import Arm, Comparison, Word
 from equivtest.report import words
 from equivtest.report.data import ReportData
-from equivtest.report.select import num_rejected
+from equivtest.report.select import is_flagged, num_rejected
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 cannot hold, not even escaped."""
@@ -43,7 +44,7 @@ class _Case:
 
 def render_junit(data: ReportData) -> str:
     """The file's text. Equal data give equal text."""
-    cases = [*_cell_cases(data), *_control_cases(data), _verdict_case(data)]
+    cases = [*_cell_cases(data), *_evidence_cases(data), *_control_cases(data), _verdict_case(data)]
     root = ET.Element("testsuites", {"name": "equivtest", **_counts(cases)})
     for suite in dict.fromkeys(case.suite for case in cases):
         members = [case for case in cases if case.suite == suite]
@@ -85,6 +86,31 @@ def _cell_case(data: ReportData, comparison: Comparison, config: str, prompt_id:
     )
 
 
+def _evidence_cases(data: ReportData) -> Iterator[_Case]:
+    for row in data.evidence.loc[data.evidence["family"].isin(["law", "joint"])].to_dict("records"):
+        family, stratum = str(row["family"]), str(row["stratum"])
+        planted = Arm.BIASED in stratum.partition(" / ")[0].split()
+        flagged = is_flagged(row["adjusted_p"])
+        fails = flagged and not planted and data.word is not Word.EQUIVALENT
+        summary = f"adjusted p {words.p_text(row['adjusted_p'])}"
+        if flagged and not fails:
+            summary += ", as wanted: the fault was planted" if planted else ", not confirmed, so no failure"
+        numbers = (
+            f"statistic {words.number_text(row['statistic'])}, p {words.p_text(row['p_value'])}, "
+            f"estimate {words.number_text(row['estimate'])}, "
+            f"interval {words.interval_text((row['ci_low'], row['ci_high']))}, "
+            f"margin {words.number_text(row['margin'])}, {words.plural(int(row['num_tokens']), 'token')}"
+        )
+        yield _Case(
+            suite=f"equivtest.{family}",
+            classname=f"equivtest.{family}",
+            name=f"{row['name']} / {stratum}",
+            failure=summary if fails else None,
+            kind="flagged",
+            output=numbers if fails else f"{summary}\n{numbers}",
+        )
+
+
 def _cell_line(row: Mapping[Hashable, Any]) -> str:
     return (
         f"position {row['position']}: p {words.p_text(row['p_value'])}, "
@@ -103,7 +129,7 @@ def _control_cases(data: ReportData) -> Iterator[_Case]:
             name=control.name,
             failure=None if control.passed else said,
             kind="control",
-            output=f"{control.num_rejected} of {words.plural(control.num_cells, 'cell')} rejected"
+            output=f"{control.num_rejected} of {words.plural(control.num_cells, 'test')} rejected"
             if not control.passed
             else said,
         )

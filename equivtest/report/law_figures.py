@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import matplotlib.axes
@@ -65,9 +64,9 @@ def _forest(panel: _Panel, law: pd.DataFrame, name: str) -> Markup:
         axes.grid(visible=False, axis="y")
         axes.axvline(0, color=svg.INK, linewidth=0.8)
         for row in law.drop_duplicates("name").dropna(subset=["margin"]).to_dict("records"):
-            place, margin = tests.index(row["name"]), float(row["margin"])
+            index, margin = tests.index(row["name"]), float(row["margin"])
             left = -margin if panel.lowest is None else panel.lowest
-            (band,) = axes.barh(place, margin - left, 0.86, left, color=svg.BAND, edgecolor=svg.GRID, zorder=0.4)
+            (band,) = axes.barh(index, margin - left, 0.86, left, color=svg.BAND, edgecolor=svg.GRID, zorder=0.4)
             band.set_gid(f"margin-{row['name']}")
         for row in law.to_dict("records"):
             test, arm = str(row["name"]), str(row["arm"])
@@ -91,8 +90,8 @@ def _limits(panel: _Panel, law: pd.DataFrame) -> tuple[float, float]:
     """The ends of the axis: margins, and the intervals of off and on, or of all when there are only others."""
     seen = law.loc[law["arm"] != "biased"]
     seen = seen if len(seen) else law
-    reach = seen[["ci_low", "ci_high", "margin"]].astype(float).abs().max().max()
-    reach = _ROOM * float(reach) if reach > 0 else 1.0
+    farthest = float(seen[["ci_low", "ci_high", "margin"]].astype(float).abs().max().max())
+    reach = _ROOM * farthest if farthest > 0 else 1.0
     return (-reach, reach) if panel.lowest is None else (panel.lowest - 0.04 * reach, reach)
 
 
@@ -131,9 +130,13 @@ def pit_figure(pit: pd.DataFrame, *, order: str, name: str) -> Markup | None:
         marks = [("on", "", svg.SERIES_1)]
         if len(off):
             marker, colour = ARM_MARKS["off"]
-            axes.plot((np.arange(len(off)) + 0.5) / len(off), off["count"], marker, color=colour, markersize=3, gid="off")
+            axes.plot(
+                (np.arange(len(off)) + 0.5) / len(off), off["count"], marker, color=colour, markersize=3, gid="off"
+            )
             marks.append(("off", marker, colour))
-        farthest = max(float((frame[["count", "low", "high"]] - 1).abs().max().max()) for frame in (on, off) if len(frame))
+        farthest = max(
+            float((frame[["count", "low", "high"]] - 1).abs().max().max()) for frame in (on, off) if len(frame)
+        )
         axes.set_ylim(1 - _ROOM * farthest, 1 + _ROOM * farthest)
         axes.set_xlim(0, 1)
         axes.locator_params(axis="y", nbins=5)

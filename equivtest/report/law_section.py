@@ -75,7 +75,9 @@ def power_curves(data: ReportData) -> tuple[PowerCurve, ...]:
         drawing = power_figure(power, title=config.name, name=f"power-{index}")
         if drawing is not None:
             bias = bias_seen(power, "law")
-            seen = "no bias of the table" if bias is None else f"an acceptance bias of {words.number_text(bias)} or more"
+            seen = (
+                "no bias of the table" if bias is None else f"an acceptance bias of {words.number_text(bias)} or more"
+            )
             curves.append(PowerCurve(drawing=drawing, line=f"{config.name}: {seen} is seen with 90 % power."))
     return tuple(curves)
 

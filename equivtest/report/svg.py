@@ -55,6 +55,7 @@ _SETTINGS: Mapping[str, Any] = {
     "legend.frameon": False,
 }
 
+_LONG_NUMBER = re.compile(r"-?\d+\.\d{3,}")
 _MARKERS = re.compile(r'<g([^>]*)>\n((?:<use [^>]* style="[^"]*"/>\n)+)</g>')
 _MARKER_STYLE = re.compile(r' style="([^"]*)"')
 
@@ -73,7 +74,7 @@ def new_figure(width_in: float, height_in: float, *, left_in: float = 0.55) -> I
 
 
 def title_and_key(axes: Axes, title: str, marks: Sequence[tuple[str, str, str]]) -> None:
-    """A title on the left above the axes and what the marks mean on the right: (label, marker or "" for a line, colour)."""
+    """A title on the left above the axes; on the right its marks: (label, marker or "" for a line, colour)."""
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="" if marker else "-", markersize=4, label=label)
@@ -107,7 +108,9 @@ def to_svg(figure: Figure, *, name: str, description: str) -> Markup:
     body = re.sub(r'\bid="', f'id="{name}-', body)
     body = re.sub(r"url\(#", f"url(#{name}-", body)
     body = re.sub(r'xlink:href="#', f'href="#{name}-', body)
-    body = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number.group()):.2f}", body)
+    body = re.sub(
+        r"<[^>]*>", lambda tag: _LONG_NUMBER.sub(_short, tag.group()), body
+    )  # coordinates, never what is said
     body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", body)
     body = re.sub(r"font-family: [^;\"]*;?", "", body)
     body = re.sub(r' transform="rotate\(-0[^"]*"', "", body)
@@ -120,6 +123,10 @@ def to_svg(figure: Figure, *, name: str, description: str) -> Markup:
         description, width, height, width, height
     )
     return opening + Markup(body.strip())
+
+
+def _short(number: re.Match[str]) -> str:
+    return f"{float(number.group()):.2f}"
 
 
 def _hoist_style(markers: re.Match[str]) -> str:

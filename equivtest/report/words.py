@@ -82,3 +82,11 @@ def margin_text(low: float, high: float, margin: float) -> str:
     """Where an interval lies: `inside the margin of 0.01`, `outside the margin of 0.01` or `across` it."""
     inside, outside = -margin < low and high < margin, low > margin or high < -margin
     return f"{'inside' if inside else 'outside' if outside else 'across'} the margin of {number_text(margin)}"
+
+
+def bias_text(config: str, estimate: float, low: float, high: float, margin: float) -> str:
+    """The acceptance bias of arm on in one line, with its interval against its margin."""
+    return (
+        f"acceptance bias of on, {config}: {number_text(estimate)} (95 % CI {interval_text((low, high))}), "
+        f"{margin_text(low, high, margin)}"
+    )

@@ -177,7 +177,7 @@ def report_data(
             for name in configs
         ),
         cells=table,
-        evidence=pd.concat([evidence(configs), law_evidence(configs, bias=bias), joint_evidence(configs, bias=bias)]),
+        evidence=_all_evidence(configs, bias),
         acceptance=acceptance(configs),
         diagnosis=diagnosis(word),
         pit=pit_histograms(configs),
@@ -197,3 +197,21 @@ def report_data(
 
 def with_prompt_id(data: ReportData, old: str, new: str) -> ReportData:
     return replace(data, cells=data.cells.assign(prompt_id=data.cells["prompt_id"].replace(old, new)))
+
+
+def _all_evidence(configs: tuple[str, ...], bias: float) -> pd.DataFrame:
+    tables = (evidence(configs), law_evidence(configs, bias=bias), joint_evidence(configs, bias=bias))
+    rows = [row for table in tables for row in table.to_dict("records")]
+    return pd.DataFrame(rows, columns=list(EVIDENCE_COLUMNS))
+
+
+def without_law(data: ReportData) -> ReportData:
+    """The same run by an engine whose law cannot be reached, with the marginal family only."""
+    return replace(
+        data,
+        evidence=data.evidence.loc[data.evidence["family"] == "marginal"],
+        diagnosis=(),
+        pit=data.pit.iloc[:0],
+        quantiles=data.quantiles.iloc[:0],
+        power=data.power.iloc[:0],
+    )
