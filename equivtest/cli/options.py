@@ -10,7 +10,8 @@ import click
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ENGINE_FIELDS = (
-    "model", "dtype", "kernels", "drafter", "draft_len", "early_exit_layers", "draft_model", "acceptance", "threads"
+    "model", "dtype", "device", "kernels", "drafter", "draft_len", "early_exit_layers", "draft_model", "acceptance",
+    "threads",
 )  # fmt: skip
 ANALYSIS_FIELDS = ("statistic", "exact", "dependence", "num_permutations")
 
@@ -22,7 +23,9 @@ def engine_options(command: Command) -> Command:
         click.option("--model", default="smollm2-135m", show_default=True,
                      help="Built-in name, GGUF file, Hugging Face folder or hub id."),
         click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
-                     help="Weights and activations; auto is bfloat16 where the CPU multiplies it in hardware."),
+                     help="Weights and activations; auto is bfloat16 where the device multiplies it in hardware."),
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
+                     help="Where the decoder runs."),
         click.option("--kernels", default="auto", show_default=True, help="Kernel backend: auto, cpp or reference."),
         click.option("--drafter", default="early_exit", show_default=True,
                      help="ngram, early_exit, self or model."),

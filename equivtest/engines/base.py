@@ -26,7 +26,9 @@ class EngineOptions:
     model: str = "smollm2-135m"
     """Registered name, hub id, GGUF file or safetensors folder."""
     dtype: str = "auto"
-    """float32, bfloat16, or auto: bfloat16 where the processor multiplies it natively, else float32."""
+    """float32, bfloat16, or auto: bfloat16 where the device multiplies it natively, else float32."""
+    device: str = "cpu"
+    """Where weights, cache and kernels live: cpu or cuda."""
     kernels: str = "auto"
     """Kernel backend; auto takes the first that works here, and the record says which."""
     drafter: str = "early_exit"
@@ -46,6 +48,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InvalidSetting("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise InvalidSetting("device", self.device, f"must be one of {', '.join(DEVICES)}")
         if self.draft_len < 1:
             raise InvalidSetting("draft_len", self.draft_len, "must be at least 1")
         for option, value, drafter in (
@@ -61,6 +65,7 @@ class EngineOptions:
 
 
 DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 
 
 class LawScorer(Protocol):

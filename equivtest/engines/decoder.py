@@ -10,6 +10,7 @@ import torch
 
 import equivtest
 from equivtest.decoder.acceptance import acceptance_rule
+from equivtest.decoder.drafters.draft_model import ModelDrafter
 from equivtest.decoder.drafters.registry import DrafterContext, check_drafter, make_drafter
 from equivtest.decoder.executor import Executor
 from equivtest.decoder.hub import resolve_model
@@ -17,11 +18,15 @@ from equivtest.decoder.model import Model
 from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.weights import Checkpoint, default_dtype, load_checkpoint
 from equivtest.engines.base import EngineOptions, Messages, StagesWrap
-from equivtest.errors import UnsupportedModel
+from equivtest.errors import InvalidSetting, KernelUnavailable, UnsupportedModel
+from equivtest.kernels.contract import KernelBackend
 from equivtest.kernels.registry import get_backend, resolve_auto
 from equivtest.records import Generation, Request
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_CUDA_SCORER_ROWS = {"max_forward_rows": 16_384, "max_law_rows": 2_048}
+"""Batches in which a GPU has enough to do; they bound its memory, not the result."""
 
 
 class DecoderEngine:
@@ -29,6 +34,7 @@ class DecoderEngine:
 
     def __init__(self, executor: Executor, checkpoint: Checkpoint, description: Mapping[str, Any]) -> None:
         self._executor, self._tokenizer, self._description = executor, checkpoint.tokenizer, description
+        self._scorer: Scorer | None = None
 
     @classmethod
     def open(cls, options: EngineOptions, *, on_message: Callable[[str], None] | None = None) -> DecoderEngine:
@@ -40,24 +46,26 @@ class DecoderEngine:
         """
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        kernels, refused = resolve_auto() if options.kernels == "auto" else (options.kernels, {})
+        require_device(options.device)
+        kernels, refused = _resolve_kernels(options)
         if options.kernels == "auto" and on_message is not None:
             reasons = (f"; {other} is not available: {reason}" for other, reason in refused.items())
             on_message(f"kernels: {kernels}{''.join(reasons)}")
         backend = get_backend(kernels)
+        require_served(backend, options.device)
         # What is wrong with the request is said before the model is fetched.
         acceptance_rule(options.acceptance, backend)
         check_drafter(options.drafter, has_draft_model=options.draft_model is not None)
-        dtype = default_dtype() if options.dtype == "auto" else _DTYPES[options.dtype]
+        dtype = _default_dtype(options.device) if options.dtype == "auto" else _DTYPES[options.dtype]
         path = resolve_model(options.model, on_progress=on_message)
         checkpoint = load_checkpoint(path)
-        model = Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype)
+        model = Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype, device=options.device)
 
         def load_draft_model() -> tuple[Model, str]:
             name = str(options.draft_model)
             small = load_checkpoint(resolve_model(name, on_progress=on_message))
             require_same_vocabulary(name, small, checkpoint)
-            return Model(small.config, small.weights, backend, dtype=dtype), name
+            return Model(small.config, small.weights, backend, dtype=dtype, device=options.device), name
 
         drafter = make_drafter(
             options.drafter,
@@ -85,7 +93,8 @@ class DecoderEngine:
             "num_layers": checkpoint.config.num_layers,
             "vocab_size": checkpoint.config.vocab_size,
             "dtype": str(dtype).removeprefix("torch."),
-            "device": str(model.device),
+            "device": options.device,
+            "device_name": torch.cuda.get_device_name() if options.device == "cuda" else None,
             "kernels": backend.name,
             "kernels_refused": dict(refused),
             "drafter": drafter.name,
@@ -116,10 +125,52 @@ class DecoderEngine:
         return self._executor.generate(requests, speculative=speculative, fault=fault, on_tokens=on_tokens)
 
     def scorer(self) -> Scorer:
-        return Scorer(self._executor.model, self._executor.backend)
+        """Scores what this engine generated, with the same model and kernels; made at the first call and kept.
+
+        Drafts of a small model were drawn from its law, those of every other drafter are sure.
+        """
+        if self._scorer is None:
+            model, drafter = self._executor.model, self._executor.drafter
+            self._scorer = Scorer(
+                model,
+                self._executor.backend,
+                draft_model=drafter.model if isinstance(drafter, ModelDrafter) else None,
+                **(_CUDA_SCORER_ROWS if model.device.type == "cuda" else {}),
+            )
+        return self._scorer
 
     def describe(self) -> Mapping[str, Any]:
         return dict(self._description)
+
+
+def require_device(device: str) -> None:
+    """Raise InvalidSetting unless torch can use the device here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        requirement = (
+            f"torch {torch.__version__} finds no usable CUDA device: take device cpu, or check the driver with "
+            "nvidia-smi and install a torch that is built for CUDA"
+        )
+        raise InvalidSetting("device", device, requirement)
+
+
+def require_served(backend: KernelBackend, device: str) -> None:
+    """Raise KernelUnavailable unless the backend's kernels run on the device."""
+    if device not in backend.capabilities.devices:
+        served = ", ".join(sorted(backend.capabilities.devices))
+        raise KernelUnavailable(backend.name, f"it runs on {served} only, not on {device}; take kernels auto")
+
+
+def _resolve_kernels(options: EngineOptions) -> tuple[str, Mapping[str, str]]:
+    """The name of the backend, and why those that `auto` would rather have had do not work."""
+    if options.kernels != "auto":
+        return options.kernels, {}
+    return resolve_auto() if options.device == "cpu" else ("reference", {"cpp": "it runs on the CPU only"})
+
+
+def _default_dtype(device: str) -> torch.dtype:
+    if device == "cpu":
+        return default_dtype()
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
 
 
 def require_same_vocabulary(name: str, small: Checkpoint, target: Checkpoint) -> None:

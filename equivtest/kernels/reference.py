@@ -19,6 +19,9 @@ from equivtest.kernels.checks import (
 from equivtest.kernels.contract import PADDING, Capabilities, RowParams, SpecAccept, SpecScratch, Streams
 from equivtest.rng import Purpose, uniforms
 
+_MAX_ATTENTION_ENTRIES = 1 << 27
+"""Most float32 entries that one temporary of `paged_attention` holds."""
+
 
 def load() -> ReferenceBackend:
     """The float32 reference."""
@@ -128,26 +131,49 @@ class ReferenceBackend:
     ) -> Tensor:
         check_paged_attention(self, query, kv_pages, page_table, kv_lens, query_start)
         check_paged_attention_values(query, kv_pages, page_table, kv_lens, query_start)
-        num_heads, head_dim = query.shape[1:]
-        page_size, num_kv_heads = kv_pages.shape[2:4]
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        starts, lengths = query_start.tolist(), kv_lens.tolist()
-        for b, length in enumerate(lengths):
-            rows = slice(starts[b], starts[b + 1])
-            num_rows = rows.stop - rows.start
-            if num_rows == 0:
-                continue
-            pages = kv_pages[page_table[b, : -(-length // page_size)].long()].float()
-            keys, values = (pages[:, i].reshape(-1, num_kv_heads, head_dim)[:length] for i in (0, 1))
-            q = query[rows].float().view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-            scores = torch.einsum("nkgd,tkd->kgnt", q * head_dim**-0.5, keys)
-            last_seen = torch.arange(length - num_rows, length, device=query.device)
-            future = torch.arange(length, device=query.device) > last_seen[:, None]
-            weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1)
-            out[rows] = (
-                torch.einsum("kgnt,tkd->nkgd", weights, values).reshape(num_rows, num_heads, head_dim).to(query.dtype)
-            )
+        batch = kv_lens.shape[0]
+        longest = [int(counts.max()) if batch else 0 for counts in (query_start.diff(), kv_lens)]
+        if 0 in longest:
+            return out
+        # As many sequences at a time as keep the temporaries small: a loop over single ones would leave a GPU idle.
+        num_heads, head_dim = query.shape[1:]
+        entries = longest[1] * (2 * kv_pages.shape[3] * head_dim + longest[0] * num_heads)
+        block = max(1, _MAX_ATTENTION_ENTRIES // entries)
+        for first in range(0, batch, block):
+            part = slice(first, first + block)
+            _attend(query, kv_pages, page_table[part], kv_lens[part], query_start[first : first + block + 1], out)
         return out
+
+
+def _attend(
+    query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor, out: Tensor
+) -> None:
+    """Attention of a few sequences, padded to the longest and to the most rows; writes their rows of `out`."""
+    num_heads, head_dim = query.shape[1:]
+    page_size, num_kv_heads = kv_pages.shape[2:4]
+    rows_each = query_start.diff()
+    offsets = torch.arange(int(rows_each.max()), device=query.device)
+    columns = torch.arange(int(kv_lens.max()), device=query.device)
+    is_row = offsets < rows_each[:, None]  # [B, n]
+    is_token = columns < kv_lens[:, None]  # [B, T]
+    used = page_table[:, : -(-len(columns) // page_size)]
+    used = used.masked_fill(~is_token[:, ::page_size], 0).long()  # the entries past a length are arbitrary
+    pages = kv_pages[used].float()  # [B, pages, 2, page_size, num_kv_heads, head_dim]
+    keys, values = (pages[:, :, i].flatten(1, 2)[:, : len(columns)] for i in (0, 1))
+    values = values.masked_fill(~is_token[:, :, None, None], 0.0)  # a weight of 0 does not silence a NaN
+    places = (query_start[:-1, None] + offsets)[is_row]
+    padded = query.new_zeros(*is_row.shape, num_heads, head_dim, dtype=torch.float32)
+    padded[is_row] = query[places].float() * head_dim**-0.5
+    grouped = padded.view(
+        *is_row.shape, num_kv_heads, num_heads // num_kv_heads, head_dim
+    )  # [B, n, num_kv_heads, group, head_dim]
+    scores = torch.einsum("bnkgd,btkd->bkgnt", grouped, keys)
+    last_seen = (kv_lens - rows_each)[:, None] + offsets
+    future = columns > last_seen[:, :, None]  # [B, n, T]; a padded row sees what its sequence holds, and is not read
+    weights = scores.masked_fill(future[:, None, None], -torch.inf).softmax(dim=-1)
+    attended = torch.einsum("bkgnt,btkd->bnkgd", weights, values).flatten(2, 3)
+    out[places] = attended[is_row].to(query.dtype)
 
 
 def _law(logits: Tensor, params: RowParams) -> Tensor:

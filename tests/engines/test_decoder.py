@@ -8,13 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from equivtest.decoder.scorer import FinishedSamples
 from equivtest.decoder.weights import Checkpoint
 from equivtest.engines.base import Engine, EngineOptions
 from equivtest.engines.decoder import DecoderEngine, require_same_vocabulary
-from equivtest.errors import InvalidSetting, ModelUnavailable, UnknownName, UnsupportedModel
+from equivtest.errors import InvalidSetting, KernelUnavailable, ModelUnavailable, UnknownName, UnsupportedModel
 from equivtest.faults import get_fault
 from equivtest.records import Origin, Request, SamplingParams
 
@@ -22,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "Name a colour."}]
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2_path: Path) -> Engine:
+def engine(smollm2_path: Path) -> DecoderEngine:
     options = EngineOptions(
         model=str(smollm2_path), dtype="float32", kernels="cpp", draft_len=3, early_exit_layers=24, max_batch=8
     )
@@ -129,3 +131,40 @@ def test_the_draft_model_must_give_every_id_the_same_text(smollm2_checkpoint: Ch
     config = dataclasses.replace(smollm2_checkpoint.config, vocab_size=100)
     with pytest.raises(UnsupportedModel, match="100 tokens"):
         require_same_vocabulary("small", dataclasses.replace(smollm2_checkpoint, config=config), smollm2_checkpoint)
+
+
+def test_a_device_that_is_not_there_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidSetting, match=r"device = 'cuda': .* take device cpu"):
+        DecoderEngine.open(EngineOptions(model=str(tmp_path / "nothing.gguf"), device="cuda"))
+    with pytest.raises(InvalidSetting, match="cpu, cuda"):
+        EngineOptions(device="tpu")
+
+
+def test_on_a_gpu_auto_stands_for_the_reference_and_the_processors_kernels_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = EngineOptions(model=str(tmp_path / "nothing.gguf"), device="cuda", dtype="float32")
+    heard: list[str] = []
+    with pytest.raises(ModelUnavailable):
+        DecoderEngine.open(options, on_message=heard.append)
+    assert heard == ["kernels: reference; cpp is not available: it runs on the CPU only"]
+    with pytest.raises(KernelUnavailable, match="it runs on cpu only, not on cuda"):
+        DecoderEngine.open(dataclasses.replace(options, kernels="cpp"))
+
+
+def test_its_scorer_scores_what_it_generated(engine: DecoderEngine) -> None:
+    asked = requests(engine, 3)
+    generations = engine.generate(asked, speculative=True)
+    samples = FinishedSamples(
+        prompt_token_ids=asked[0].prompt_token_ids,
+        params=asked[0].params,
+        token_ids=np.stack([g.token_ids for g in generations]),
+        draft_token_ids=np.stack([g.draft_token_ids for g in generations]),
+        stream_keys=np.array([r.stream_key for r in asked]),
+    )
+    law = engine.scorer().score(samples)
+    assert not law.support_violation.any()
+    assert law.has_draft.any()
+    assert engine.scorer() is engine.scorer()

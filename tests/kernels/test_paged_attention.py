@@ -89,6 +89,14 @@ def test_float32_is_dense_attention(backend: KernelBackend, shape: str) -> None:
     torch.testing.assert_close(out.double(), dense(call), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("shape", ["decode", "verify", "a sequence without rows"])
+def test_the_reference_gives_the_same_in_blocks(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = paged_call(**SHAPES[shape])
+    whole = get_backend("reference").paged_attention(**call)
+    monkeypatch.setattr("equivtest.kernels.reference._MAX_ATTENTION_ENTRIES", 1)
+    torch.testing.assert_close(get_backend("reference").paged_attention(**call), whole)
+
+
 @pytest.mark.parametrize("shape", ["decode", "verify", "prefill", "group of three", "head_dim 24"])
 def test_bfloat16_is_dense_attention_rounded_once(backend: KernelBackend, shape: str) -> None:
     call = paged_call(**SHAPES[shape], dtype=torch.bfloat16)
