@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from equivtest.errors import InvalidShard
-from equivtest.pipeline.manifest import Manifest, Status, resume_command
-from equivtest.pipeline.publish import VERDICT_FILE
+from equivtest.pipeline.manifest import VERDICT_FILE, Manifest, Status, resume_command
 from equivtest.records import EXIT_CODES, Word
 from equivtest.samples.keys import shard_path
 from equivtest.samples.shards import shard_is_done

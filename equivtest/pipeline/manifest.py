@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import equivtest
-from equivtest.errors import InvalidShard, RunNotFound
+from equivtest.engines.base import Engine
+from equivtest.errors import InvalidShard, RunMismatch, RunNotFound
 from equivtest.files import write_whole
-from equivtest.protocol.plan import Protocol
+from equivtest.protocol.plan import Protocol, fingerprint
 from equivtest.resources import resource_dir
+from equivtest.samples.shards import remove_stale_temporaries
 
 FILE_NAME = "manifest.json"
+VERDICT_FILE = "verdict.json"
 SCHEMA_VERSION = 1
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -108,6 +111,52 @@ class Manifest:
             return cls(**data)
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidShard(path, f"not a run manifest: {error}") from error
+
+
+def new_manifest(protocol: Protocol, engine: Engine, options: Mapping[str, Any]) -> Manifest:
+    """What a folder is about to hold; `options` as in the record."""
+    subject = engine.describe()
+    return Manifest(
+        run_id="",
+        status=Status.STARTED,
+        fingerprint=fingerprint(protocol, subject),
+        protocol=protocol.to_dict(),
+        subject=subject,
+        options=options,
+        code=describe_code(),
+        machine=describe_machine(),
+        command=command_line(),
+        started=utc_now().isoformat(),
+        prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.conversation)) for prompt in protocol.prompts},
+    )
+
+
+def resumed(run_dir: Path, asked: Manifest) -> Manifest:
+    """The manifest on disk, if it asked the same question of the same code."""
+    found = Manifest.read(run_dir)
+    for name, on_disk, now in (
+        ("fingerprint", found.fingerprint, asked.fingerprint),
+        ("analysis", found.options, asked.options),
+        ("source_sha256", found.code.get("source_sha256"), asked.code["source_sha256"]),
+        ("CPU", _cpu(found), _cpu(asked)),
+    ):
+        if on_disk != now:
+            raise RunMismatch(run_dir, name, on_disk, now)
+    return written(run_dir, dataclasses.replace(found, status=Status.STARTED, error=None))
+
+
+def _cpu(manifest: Manifest) -> tuple[object, ...]:
+    """Sums are rounded in another order on another processor, and the samples are then others."""
+    return manifest.machine.get("cpu"), *manifest.machine.get("cpu_features", ())
+
+
+def written(run_dir: Path, manifest: Manifest) -> Manifest:
+    """The manifest on disk under its folder's name, and nothing there that judges fewer samples."""
+    remove_stale_temporaries(run_dir)
+    (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # it judged fewer samples
+    manifest = dataclasses.replace(manifest, run_id=run_dir.name)
+    manifest.write(run_dir)
+    return manifest
 
 
 def utc_now() -> datetime.datetime:

@@ -12,15 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from equivtest.engines.base import Engine
+from equivtest.engines.base import Engine, EngineOptions
 from equivtest.errors import InvalidSetting, StatisticsError
 from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.families import generator
 from equivtest.pipeline.law_input import read_scored_tokens
-from equivtest.pipeline.manifest import Manifest
+from equivtest.pipeline.manifest import (
+    FILE_NAME,
+    Manifest,
+    command_line,
+    describe_code,
+    describe_machine,
+    new_manifest,
+    resumed,
+    written,
+)
 from equivtest.pipeline.progress import Listener
-from equivtest.protocol.budgets import BUDGETS
+from equivtest.protocol.budgets import BUDGETS, get_budget
+from equivtest.protocol.configs import resolve_configs
 from equivtest.protocol.plan import Batch, Protocol
+from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Arm, ShardKey
 from equivtest.samples.reader import read_arm_tokens
 from equivtest.stats.law import LawResult, law_family
@@ -65,6 +76,22 @@ class ClosedForm:
     """The bias that was asked about."""
     seeds_for_bias: float | None
     """Seeds with which it is found with that power."""
+
+
+def closed_form_record(
+    run_dir: Path, *, bias: float | None = None, power: float = TARGET_POWER, alpha: float = LAW_LEVEL
+) -> dict[str, Any]:
+    """`closed_form` as JSON-safe content, with a summary for people."""
+    rows = closed_form(run_dir, bias=bias, power=power, alpha=alpha)
+    summary = [
+        f"{row.config}, {row.num_seeds:,} seeds ({row.budget}): an acceptance bias of {row.smallest_bias:.4f} is found "
+        f"with {power:.0%} power, with {row.ratio:.2f} times the samples of the best test there is"
+        for row in rows
+    ]
+    if bias is not None:
+        needed = {row.config: row.seeds_for_bias or 0.0 for row in rows}
+        summary += [f"{config}: a bias of {bias:g} needs {seeds:,.0f} seeds" for config, seeds in needed.items()]
+    return {"summary": summary, "rows": [dataclasses.asdict(row) for row in rows]}
 
 
 def closed_form(
@@ -231,10 +258,10 @@ def _gather(
     scored: bool,
 ) -> None:
     from equivtest.pipeline.collect import collect
-    from equivtest.pipeline.run import open_manifest
     from equivtest.pipeline.score import score
 
-    manifest = open_manifest(run_dir, protocol, engine)
+    manifest = new_manifest(protocol, engine, {})
+    manifest = (resumed if (run_dir / FILE_NAME).exists() else written)(run_dir, manifest)
     batches = list(_large_batches(protocol, arm, batch_samples))
     manifest = collect(run_dir, protocol, manifest, engine, batches, listener, f"collecting {name}", planted=fault)
     if scored:
@@ -329,10 +356,39 @@ def _rows(config: str, subject: Subject, verdicts: Sequence[_RunVerdict]) -> Ite
         )
 
 
-def study_record(rows: Sequence[StudyRow], protocol: Protocol, engine: Engine, **settings: Any) -> dict[str, Any]:
-    """JSON-safe content of power.json."""
-    from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyOptions:
+    """Everything `equivtest power --simulate` can be told."""
 
+    engine: EngineOptions
+    configs: tuple[str, ...] = ("topp95",)
+    budget: str = "gate"
+    biases: tuple[float, ...]
+    faults: tuple[str, ...] = ()
+    runs: int = 20
+    batch: int = 256
+    """Samples decoded at once."""
+    workers: int | None = None
+    study_dir: Path
+
+
+def study(options: StudyOptions, listener: Listener) -> dict[str, Any]:
+    """A whole study as JSON-safe content, with a summary for people."""
+    from equivtest.engines.decoder import DecoderEngine
+
+    protocol = Protocol.build(load_prompt_set("default"), resolve_configs(options.configs), get_budget(options.budget))
+    subjects = [*map(Subject.biased, options.biases), *map(Subject.faulty, options.faults)]
+    engine = DecoderEngine.open(options.engine, on_message=listener.message)
+    rows = simulate(
+        options.study_dir,
+        protocol,
+        engine,
+        subjects,
+        num_runs=options.runs,
+        batch_samples=options.batch,
+        listener=listener,
+        workers=options.workers,
+    )
     smallest = {}
     for config in protocol.configs:
         for family in FAMILIES:
@@ -340,13 +396,16 @@ def study_record(rows: Sequence[StudyRow], protocol: Protocol, engine: Engine, *
             smallest[f"{config} / {family}"] = {"found_from": grid, "interpolated": between}
     return {
         "command": command_line(),
-        "settings": settings,
-        "protocol": {
+        "summary": _summary(rows),
+        "settings": {
             "configs": list(protocol.configs),
-            "num_prompts": len(protocol.prompts),
-            "num_positions": protocol.num_positions,
+            "budget": protocol.budget,
             "num_seeds": protocol.num_seeds,
+            "num_positions": protocol.num_positions,
+            "num_prompts": len(protocol.prompts),
             "run_seed": protocol.run_seed,
+            "runs": options.runs,
+            "batch": options.batch,
         },
         "subject": dict(engine.describe()),
         "code": describe_code(),
@@ -354,3 +413,14 @@ def study_record(rows: Sequence[StudyRow], protocol: Protocol, engine: Engine, *
         "smallest_bias_at_90_percent_power": smallest,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
+
+
+def _summary(rows: Sequence[StudyRow]) -> list[str]:
+    """One line a subject: how many runs each family found."""
+    lines = []
+    for config, subject in dict.fromkeys((row.config, row.subject) for row in rows):
+        own = [row for row in rows if (row.config, row.subject) == (config, subject)]
+        found = ", ".join(f"{row.family} {row.num_found}/{row.num_runs}" for row in own)
+        estimate = "" if own[0].mean_estimate is None else f"; mean estimate {own[0].mean_estimate:+.4f}"
+        lines.append(f"{config}, {subject}: found by {found}{estimate}")
+    return lines

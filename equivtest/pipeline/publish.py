@@ -10,7 +10,7 @@ import pandas as pd
 
 from equivtest.files import write_whole
 from equivtest.pipeline.analyse import Analysis
-from equivtest.pipeline.manifest import Manifest
+from equivtest.pipeline.manifest import VERDICT_FILE, Manifest
 from equivtest.protocol.configs import CONFIGS, describe_params
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Arm, Evidence
@@ -20,8 +20,6 @@ from equivtest.report.junit import write_junit
 from equivtest.report.summary import write_summary
 from equivtest.report.tables import write_cells, write_evidence
 from equivtest.verdict.verdict import Verdict
-
-VERDICT_FILE = "verdict.json"
 
 
 def publish(run_dir: Path, protocol: Protocol, analysis: Analysis) -> ReportData:

@@ -10,28 +10,29 @@ from pathlib import Path
 
 from equivtest.engines.base import Engine
 from equivtest.engines.base import EngineOptions as EngineOptions
-from equivtest.errors import InvalidSetting, InvalidShard, RunExists, RunMismatch, RunNotFound
+from equivtest.errors import InvalidSetting, InvalidShard, RunExists, RunNotFound
 from equivtest.files import sole_writer
 from equivtest.pipeline.analyse import Analysis, analyse, check_resolution
 from equivtest.pipeline.families import AnalysisOptions
 from equivtest.pipeline.manifest import (
     FILE_NAME,
+    VERDICT_FILE,
     Manifest,
     Status,
     command_line,
-    describe_code,
-    describe_machine,
+    new_manifest,
     resume_command,
+    resumed,
     utc_now,
+    written,
 )
 from equivtest.pipeline.progress import Listener, Silent
-from equivtest.pipeline.publish import VERDICT_FILE, publish
+from equivtest.pipeline.publish import publish
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS, resolve_configs
-from equivtest.protocol.plan import Batch, Protocol, fingerprint
+from equivtest.protocol.plan import Batch, Protocol
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.report.data import ReportData
-from equivtest.samples.shards import remove_stale_temporaries
 
 _LOG = logging.getLogger(__name__)
 
@@ -193,63 +194,10 @@ def _choose_run_dir(options: RunOptions) -> Path:
 
 
 def _open_run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path) -> Manifest:
-    manifest = _new_manifest(protocol, engine, _possible(options.analysis, engine))
-    return _resumed(run_dir, manifest) if options.resume else _written(run_dir, manifest)
-
-
-def open_manifest(run_dir: Path, protocol: Protocol, engine: Engine) -> Manifest:
-    """The manifest of a folder of samples that no verdict is asked of: a new one, or the one that is there.
-
-    Raises RunMismatch where another question was asked, or by other code.
-    """
-    manifest = _new_manifest(protocol, engine, AnalysisOptions())
-    return _resumed(run_dir, manifest) if (run_dir / FILE_NAME).exists() else _written(run_dir, manifest)
-
-
-def _new_manifest(protocol: Protocol, engine: Engine, analysis: AnalysisOptions) -> Manifest:
-    subject = engine.describe()
-    return Manifest(
-        run_id="",
-        status=Status.STARTED,
-        fingerprint=fingerprint(protocol, subject),
-        protocol=protocol.to_dict(),
-        subject=subject,
-        options=asdict(analysis),
-        code=describe_code(),
-        machine=describe_machine(),
-        command=command_line(),
-        started=utc_now().isoformat(),
-        prompt_tokens={prompt.id: len(engine.encode_prompt(prompt.conversation)) for prompt in protocol.prompts},
-    )
+    manifest = new_manifest(protocol, engine, asdict(_possible(options.analysis, engine)))
+    return resumed(run_dir, manifest) if options.resume else written(run_dir, manifest)
 
 
 def _possible(analysis: AnalysisOptions, engine: Engine) -> AnalysisOptions:
     """Without a reachable law there is no law family, and the record says so."""
     return analysis if engine.scorer() else dataclasses.replace(analysis, law=False)
-
-
-def _resumed(run_dir: Path, asked: Manifest) -> Manifest:
-    """The manifest on disk, if it asked the same question of the same code."""
-    found = Manifest.read(run_dir)
-    for field, on_disk, now in (
-        ("fingerprint", found.fingerprint, asked.fingerprint),
-        ("analysis", found.options, asked.options),
-        ("source_sha256", found.code.get("source_sha256"), asked.code["source_sha256"]),
-        ("CPU", _cpu(found), _cpu(asked)),
-    ):
-        if on_disk != now:
-            raise RunMismatch(run_dir, field, on_disk, now)
-    return _written(run_dir, dataclasses.replace(found, status=Status.STARTED, error=None))
-
-
-def _cpu(manifest: Manifest) -> tuple[object, ...]:
-    """Sums are rounded in another order on another processor, and the samples are then others."""
-    return manifest.machine.get("cpu"), *manifest.machine.get("cpu_features", ())
-
-
-def _written(run_dir: Path, manifest: Manifest) -> Manifest:
-    remove_stale_temporaries(run_dir)
-    (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # it judged fewer samples
-    manifest = dataclasses.replace(manifest, run_id=run_dir.name)
-    manifest.write(run_dir)
-    return manifest

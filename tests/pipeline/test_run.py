@@ -237,7 +237,7 @@ def test_a_folder_with_a_run_is_not_overwritten_nor_resumed_under_another_protoc
 
 
 def test_a_run_is_not_resumed_by_other_code(correct: RunResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equivtest.pipeline.run.describe_code", lambda: {"source_sha256": "other"})
+    monkeypatch.setattr("equivtest.pipeline.manifest.describe_code", lambda: {"source_sha256": "other"})
     with pytest.raises(RunMismatch, match="source_sha256"):
         judge(correct.run_dir, FakeEngine(), resume=True)
 
@@ -248,7 +248,7 @@ def test_a_run_is_not_resumed_under_another_analysis_or_on_another_processor(
     with pytest.raises(RunMismatch, match="analysis"):
         judge(correct.run_dir, FakeEngine(), resume=True, confirm=False)
     machine = {**Manifest.read(correct.run_dir).machine, "cpu_features": ["mmx"]}
-    monkeypatch.setattr("equivtest.pipeline.run.describe_machine", lambda: machine)
+    monkeypatch.setattr("equivtest.pipeline.manifest.describe_machine", lambda: machine)
     with pytest.raises(RunMismatch, match="CPU"):
         judge(correct.run_dir, FakeEngine(), resume=True)
 
