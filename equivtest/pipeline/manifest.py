@@ -27,7 +27,7 @@ from equivtest.samples.shards import remove_stale_temporaries
 
 FILE_NAME = "manifest.json"
 VERDICT_FILE = "verdict.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 """What decides how fast a decoder is, and how its sums are rounded."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,8 @@ def simulate(
             subject.name, scored=True,
         )  # fmt: skip
     rows: list[StudyRow] = []
-    with ProcessPoolExecutor(workers) as pool:
+    # Spawned, for torch has threads by now that a fork would leave behind.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for subject in subjects:
             for config in protocol.configs:
                 judge = partial(_judge_run, study_dir, protocol, config, subject.name, _arm(subject), num_runs)
