@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from equivtest.errors import UnknownName
 from equivtest.faults.acceptance import inflated_acceptance
 from equivtest.faults.base import Fault
+from equivtest.faults.streams import reused_coin
 
 __all__ = ["Fault", "get_fault", "known_faults"]
 
 _FACTORIES: Mapping[str, Callable[..., Fault]] = {
     "inflated_acceptance": inflated_acceptance,
+    "reused_coin": reused_coin,
 }
 
 

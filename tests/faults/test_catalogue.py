@@ -86,7 +86,7 @@ def test_a_fault_wraps_the_stage_it_names_and_no_other() -> None:
 
 
 def test_faults_are_known_by_name() -> None:
-    assert known_faults() == ("inflated_acceptance",)
+    assert known_faults() == ("inflated_acceptance", "reused_coin")
     assert isinstance(get_fault("inflated_acceptance", epsilon=0.05), Fault)
     assert "0.05" in get_fault("inflated_acceptance", epsilon=0.05).description
     with pytest.raises(UnknownName, match="inflated_acceptance"):
