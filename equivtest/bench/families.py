@@ -95,7 +95,7 @@ def _joint(rng: np.random.Generator) -> dict[str, Outcome]:
 
 
 def _law(sampled_draft: bool, rng: np.random.Generator) -> dict[str, Outcome]:
-    on = decode(model(2, 24, sampled_draft), 64, max_draft=MAX_DRAFT, rng=rng)
+    on = decode(model(2, 24, sampled_draft), 128, max_draft=MAX_DRAFT, rng=rng)
     result = law_family(on.scored, "on")
     return _outcomes(result.evidence) | {"any (Holm)": _outcome(float(result.adjusted.min()))}
 
@@ -154,9 +154,9 @@ FAMILIES: Mapping[str, Family] = {
         upper=frozenset({"any (Holm)"}),
         protocol="2 prompts, 16 positions, 64 seeds an arm, 3,999 permutations",
     ),
-    "law": Family(replicate=partial(_law, False), upper=_LAW_BOUNDS, protocol="2 prompts, 24 positions, 64 seeds"),
+    "law": Family(replicate=partial(_law, False), upper=_LAW_BOUNDS, protocol="2 prompts, 24 positions, 128 seeds"),
     "law, sampled drafts": Family(
-        replicate=partial(_law, True), upper=_LAW_BOUNDS, protocol="2 prompts, 24 positions, 64 seeds"
+        replicate=partial(_law, True), upper=_LAW_BOUNDS, protocol="2 prompts, 24 positions, 128 seeds"
     ),
     "law, on minus off": Family(
         replicate=_law_difference, upper=frozenset(), protocol="2 prompts, 16 positions, 256 seeds an arm"
