@@ -33,12 +33,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class EquivtestError(Exception):
     """Root of the tree. `exit_code` is what the command line ends with."""
 
     exit_code = 4
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors of worker processes arrive as what they are: their constructors take fields, not the message."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[EquivtestError], args: tuple[Any, ...], fields: dict[str, Any]) -> EquivtestError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class UsageError(EquivtestError):

@@ -197,14 +197,12 @@ def simulate(
     """
     if num_runs <= _STAGE_2:
         raise InvalidSetting("runs", num_runs, f"must be more than {_STAGE_2}, which confirm each other")
-    whole = dataclasses.replace(protocol, num_seeds=protocol.num_seeds * num_runs)
-    plain = study_dir / "off"
-    _gather(plain, whole, engine, Arm.OFF, None, batch_samples, listener, "plain", scored=False)
+    gather = partial(
+        _gather, protocol=protocol, engine=engine, num_runs=num_runs, batch_samples=batch_samples, listener=listener
+    )
+    gather(study_dir / "off", arm=Arm.OFF, fault=None, name="plain decoding", scored=False)
     for subject in subjects:
-        _gather(
-            _folder(study_dir, subject), whole, engine, _arm(subject), subject.fault, batch_samples, listener,
-            subject.name, scored=True,
-        )  # fmt: skip
+        gather(_folder(study_dir, subject), arm=_arm(subject), fault=subject.fault, name=subject.name, scored=True)
     rows: list[StudyRow] = []
     # Spawned, for torch has threads by now that a fork would leave behind.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -249,14 +247,15 @@ def _folder(study_dir: Path, subject: Subject) -> Path:
 
 def _gather(
     run_dir: Path,
+    *,
     protocol: Protocol,
     engine: Engine,
-    arm: Arm,
-    fault: Fault | None,
+    num_runs: int,
     batch_samples: int,
     listener: Listener,
+    arm: Arm,
+    fault: Fault | None,
     name: str,
-    *,
     scored: bool,
 ) -> None:
     from equivtest.pipeline.collect import collect
@@ -264,24 +263,38 @@ def _gather(
 
     manifest = new_manifest(protocol, engine, {})
     manifest = (resumed if (run_dir / FILE_NAME).exists() else written)(run_dir, manifest)
-    batches = list(_large_batches(protocol, arm, batch_samples))
+    batches = list(_large_batches(protocol, arm, num_runs, batch_samples))
     manifest = collect(run_dir, protocol, manifest, engine, batches, listener, f"collecting {name}", planted=fault)
     if scored:
         score(run_dir, protocol, manifest, engine, batches, listener, f"scoring {name}")
 
 
-def _large_batches(protocol: Protocol, arm: Arm, batch_samples: int) -> Iterator[Batch]:
-    """Many shards at once: a study asks for the law of its samples, not for their bytes."""
+def _large_batches(protocol: Protocol, arm: Arm, num_runs: int, batch_samples: int) -> Iterator[Batch]:
+    """A shard for each run and prompt, many at once: a study asks for its samples' law, not for their bytes."""
     batch: list[ShardKey] = []
-    for shard in (shard for own in protocol.batches() if own[0].arm == arm for shard in own):
-        if batch and (
-            sum(key.num_seeds for key in batch) + shard.num_seeds > batch_samples or batch[0].config != shard.config
-        ):
-            yield tuple(batch)
-            batch = []
-        batch.append(shard)
+    for config in protocol.configs:
+        for shard in (shard for run in range(num_runs) for shard in _shards(protocol, arm, config, run)):
+            full = sum(key.num_seeds for key in batch) + shard.num_seeds > batch_samples
+            if batch and (full or batch[0].config != config):
+                yield tuple(batch)
+                batch = []
+            batch.append(shard)
     if batch:
         yield tuple(batch)
+
+
+def _shards(protocol: Protocol, arm: Arm, config: str, run: int) -> Batch:
+    """The samples of one run: one shard a prompt."""
+    return tuple(
+        ShardKey(
+            arm=arm,
+            config=config,
+            prompt_id=prompt.id,
+            seed_start=run * protocol.num_seeds,
+            seed_stop=(run + 1) * protocol.num_seeds,
+        )
+        for prompt in protocol.prompts
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +312,8 @@ def _judge_run(
     off, on = (
         [
             read_arm_tokens(
-                path, arm=own, config=config, prompt_id=prompt.id, seeds=_seeds(protocol, run),
+                path, arm=own, config=config, prompt_id=prompt.id,
+                seeds=range(run * protocol.num_seeds, (run + 1) * protocol.num_seeds),
                 num_positions=protocol.num_positions,
             )
             for prompt in protocol.prompts
@@ -323,19 +337,8 @@ def _judge_run(
 
 
 def _law(folder: Path, protocol: Protocol, arm: Arm, config: str, runs: Sequence[int]) -> LawResult:
-    batches = [
-        tuple(
-            ShardKey(arm=arm, config=config, prompt_id=prompt.id, seed_start=start, seed_stop=stop)
-            for prompt in protocol.prompts
-        )
-        for run in runs
-        for start, stop in [(_seeds(protocol, run).start, _seeds(protocol, run).stop)]
-    ]
+    batches = [_shards(protocol, arm, config, run) for run in runs]
     return law_family(read_scored_tokens(folder, batches, protocol.num_positions), f"{arm} / {config}")
-
-
-def _seeds(protocol: Protocol, run: int) -> range:
-    return range(run * protocol.num_seeds, (run + 1) * protocol.num_seeds)
 
 
 def _rows(config: str, subject: Subject, verdicts: Sequence[_RunVerdict]) -> Iterator[StudyRow]:
