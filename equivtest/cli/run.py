@@ -45,6 +45,13 @@ _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
     help="Acceptance bias planted in the biased arm; default: the budget's (smoke 0.5, gate and audit 0.1).",
 )
 @click.option(
+    "--plant",
+    "planted",
+    default="inflated_acceptance",
+    show_default=True,
+    help="Fault of the biased arm; another one, such as reused_coin, shows which evidence would see it.",
+)
+@click.option(
     "--confirm/--no-confirm",
     default=True,
     show_default=True,

@@ -149,7 +149,7 @@ def run_facts(
     budget = BUDGETS.get(protocol.budget)
     return RunFacts(
         configs=configs,
-        planted_fault=f"acceptance bias of {protocol.epsilon:.2f}",
+        planted_fault=protocol.planted_words,
         confirm=options.confirm,
         caveats=(budget.caveat,) if budget and budget.caveat else (),
         refusals=tuple(refusals),

@@ -31,12 +31,12 @@ def collect(
     A batch is generated whole or not at all: if one of its shards is missing, all its samples are generated again, in
     the same batch shape, so that a resumed run gives the bytes that an uninterrupted one would have given.
 
-    planted: the fault of the biased arm; by default the protocol's inflated acceptance.
+    planted: the fault of the biased arm; by default the protocol's.
     """
     batches = list(batches)
     listener.start(label, protocol.num_positions * sum(s.num_seeds for batch in batches for s in batch))
     prompts = {prompt.id: engine.encode_prompt(prompt.conversation) for prompt in protocol.prompts}
-    fault = planted or get_fault("inflated_acceptance", epsilon=protocol.epsilon)
+    fault = planted or get_fault(protocol.planted, **protocol.planted_parameters)
     for batch in batches:
         num_tokens = protocol.num_positions * sum(shard.num_seeds for shard in batch)
         if all(shard_is_done(run_dir, shard, protocol.num_positions) for shard in batch):

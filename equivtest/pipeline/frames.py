@@ -18,7 +18,7 @@ from equivtest.stats.scored import ScoredTokens
 from equivtest.verdict.findings import Cell
 from equivtest.verdict.law_findings import LAW_LEVEL
 
-_BIASES = np.geomspace(5e-4, 0.1, 40)
+_BIASES = np.geomspace(5e-4, 0.1, 24)
 
 
 def cells_frame(comparison: str, cells: Sequence[Cell], result: MarginalResult | None) -> pd.DataFrame:

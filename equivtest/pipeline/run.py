@@ -30,7 +30,7 @@ from equivtest.pipeline.progress import Listener, Silent
 from equivtest.pipeline.publish import publish
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS, resolve_configs
-from equivtest.protocol.plan import Batch, Protocol
+from equivtest.protocol.plan import INFLATED_ACCEPTANCE, Batch, Protocol
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.report.data import ReportData
 
@@ -46,6 +46,8 @@ class RunOptions:
     prompts: str = "default"
     epsilon: float | None = None
     """Acceptance bias of the biased arm; None takes the budget's."""
+    planted: str = INFLATED_ACCEPTANCE
+    """Fault of the biased arm."""
     run_seed: int = 0
     engine: EngineOptions
     analysis: AnalysisOptions
@@ -80,6 +82,7 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
         resolve_configs(options.configs),
         get_budget(options.budget),
         epsilon=options.epsilon,
+        planted=options.planted,
         run_seed=options.run_seed,
         sequential=options.sequential,
     )
@@ -87,6 +90,9 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
         raise InvalidSetting("sequential", True, "watches tokens against the target's law: not with --no-law")
     # Torch loads only when a run really starts: reports are recomputed on machines without it.
     from equivtest.engines.decoder import DecoderEngine
+    from equivtest.faults import get_fault
+
+    get_fault(protocol.planted, **protocol.planted_parameters)  # an unknown name is said before anything slow
 
     run_dir = _choose_run_dir(options)
     check_resolution(options.analysis, protocol)

@@ -22,6 +22,8 @@ run must cut its work into the same batches to give the same bytes."""
 CONFIRMATION_FACTOR = 4
 """Stage 2 draws this many times the seeds of stage 1, all fresh."""
 
+INFLATED_ACCEPTANCE = "inflated_acceptance"
+"""The fault that a run plants unless it is asked for another."""
 
 Batch = tuple[ShardKey, ...]
 """Shards of one arm and config that are generated together, at most BATCH_SAMPLES samples."""
@@ -39,6 +41,8 @@ class Protocol:
     num_positions: int
     num_seeds: int
     epsilon: float
+    planted: str = INFLATED_ACCEPTANCE
+    """Name of the fault of the biased arm; `epsilon` is the size of this one."""
     run_seed: int = 0
     sequential: bool = False
     """Collect in rounds of a few seeds of every arm, so that collecting can stop as soon as the answer is known."""
@@ -63,6 +67,7 @@ class Protocol:
         budget: Budget,
         *,
         epsilon: float | None = None,
+        planted: str = INFLATED_ACCEPTANCE,
         run_seed: int = 0,
         sequential: bool = False,
     ) -> Protocol:
@@ -76,6 +81,7 @@ class Protocol:
             num_positions=budget.num_positions,
             num_seeds=budget.num_seeds,
             epsilon=budget.epsilon if epsilon is None else epsilon,
+            planted=planted,
             run_seed=run_seed,
             sequential=sequential,
         )
@@ -105,6 +111,15 @@ class Protocol:
     def stopped_at(self, num_seeds: int) -> Protocol:
         """The protocol of a run that stopped after so many seeds."""
         return replace(self, num_seeds=num_seeds)
+
+    @property
+    def planted_words(self) -> str:
+        """The planted fault for people."""
+        return f"acceptance bias of {self.epsilon:.2f}" if self.planted == INFLATED_ACCEPTANCE else self.planted
+
+    @property
+    def planted_parameters(self) -> dict[str, float]:
+        return {"epsilon": self.epsilon} if self.planted == INFLATED_ACCEPTANCE else {}
 
     @property
     def confirmation_seeds(self) -> tuple[int, int]:
@@ -138,6 +153,7 @@ class Protocol:
             "num_positions": self.num_positions,
             "num_seeds": self.num_seeds,
             "epsilon": self.epsilon,
+            "planted": self.planted,
             "run_seed": self.run_seed,
             "batch_samples": BATCH_SAMPLES,
             "sequential": self.sequential,
@@ -155,8 +171,8 @@ class Protocol:
             **{
                 field: data[field]
                 for field in (
-                    "prompt_set", "prompt_set_sha256", "budget", "num_positions", "num_seeds", "epsilon", "run_seed",
-                    "sequential",
+                    "prompt_set", "prompt_set_sha256", "budget", "num_positions", "num_seeds", "epsilon", "planted",
+                    "run_seed", "sequential",
                 )
             },
         )  # fmt: skip

@@ -56,7 +56,9 @@ def test_help_shows_examples_and_exit_codes(equivtest) -> None:
     assert "equivtest run --config topp95 --budget smoke" in out
 
 
-@pytest.mark.parametrize("command", ["run", "report", "gate", "compare", "doctor", "bench kernels", "model pull"])
+@pytest.mark.parametrize(
+    "command", ["run", "report", "gate", "compare", "power", "doctor", "bench kernels", "model pull"]
+)
 def test_every_command_explains_itself_with_an_example(equivtest, command: str) -> None:
     code, out, _ = equivtest(*command.split(), "--help")
     assert code == 0
@@ -72,11 +74,15 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
         (("run", "--kernels", "cudnn"), "known: cpp, reference"),
         (("run", "--drafter", "oracle"), "known: early_exit, model, ngram, self"),
         (("run", "--epsilon", "2"), "at most 1"),
+        (("run", "--plant", "nothing"), "known: inflated_acceptance, reused_coin"),
         (("run", "--statistic", "t"), "chi2"),
         (("run", "--num-permutations", "99"), "goes with --exact"),
         (("run", "--draft-model", "x", "--drafter", "ngram"), "goes with the model drafter"),
         (("run", "--early-exit-layers", "3", "--drafter", "self"), "goes with the early_exit drafter"),
         (("run", "--resume", "--run-dir", "no/such/run"), "no run at no/such/run"),
+        (("run", "--bias-margin", "2"), "must be between 0 and 1"),
+        (("run", "--sequential", "--no-law"), "not with --no-law"),
+        (("power", "no/such/run"), "no run at no/such/run"),
         (("gate", "no/such/run"), "no run at no/such/run"),
         (("compare", "no.parquet", "file.parquet"), "no such file"),
         (("fly",), "No such command"),
@@ -105,6 +111,14 @@ def test_an_unexpected_error_exits_4_in_one_line_with_a_hint(
     assert len(err.splitlines()) == 1
     assert "disk on fire" in err
     assert hint in err
+
+
+def test_power_says_what_a_run_could_have_seen(equivtest, results: Path, tmp_path: Path) -> None:
+    code, out, _ = equivtest("power", results / "good", "--bias", "0.02", "--output", tmp_path / "power.json")
+    assert code == 0
+    assert "256 seeds (gate): an acceptance bias of 0.0" in out
+    assert "a bias of 0.02 needs" in out
+    assert json.loads((tmp_path / "power.json").read_text())["rows"][0]["budget"] == "this run"
 
 
 def test_the_gate_ends_in_the_verdict_and_its_exit_code(equivtest, results: Path) -> None:

@@ -23,12 +23,14 @@ def start(model: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def digests(run_dir: Path) -> dict[str, str]:
-    files = [*sorted((run_dir / "samples").rglob("*.parquet")), *(run_dir / name for name in RESULT_FILES)]
+    shards = sorted(run_dir.rglob("seeds=*.parquet"))
+    files = [*shards, *(run_dir / name for name in RESULT_FILES)]
     return {str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def num_shards(run_dir: Path) -> int:
-    return len(list((run_dir / "samples").rglob("seeds=*.parquet")))
+    """Files of samples and of law columns."""
+    return len(list(run_dir.rglob("seeds=*.parquet")))
 
 
 def kill_when(process: subprocess.Popen[str], run_dir: Path, shards: int, extra_s: float) -> None:
@@ -57,7 +59,7 @@ def test_a_run_killed_several_times_ends_in_the_same_bytes(
 ) -> None:
     run_dir = tmp_path / "run"
     first = True
-    for shards, extra_s in ((0, 1.5), (1, 0.0), (2, 0.05), (4, 0.01), (5, 0.1)):
+    for shards, extra_s in ((0, 1.5), (1, 0.0), (2, 0.05), (5, 0.1), (9, 0.0), (12, 0.01)):
         process = start(tiny_model_dir, run_dir, *([] if first else ["--resume"]))
         kill_when(process, run_dir, shards, extra_s)
         first = not (run_dir / "manifest.json").exists()
