@@ -47,6 +47,20 @@ def test_a_batch_never_mixes_arms_or_configs_and_fits_the_executor() -> None:
         assert sum(s.num_seeds for s in batch) <= BATCH_SAMPLES
 
 
+def test_rounds_cover_the_same_samples_in_full_batches_and_a_stopped_run_is_a_prefix() -> None:
+    whole = Protocol.build(load_prompt_set("default"), ("topp95",), get_budget("gate"), sequential=True)
+    rounds = list(whole.rounds())
+    assert [num_seeds for num_seeds, _ in rounds] == list(range(32, 257, 32))
+    for _, batches in rounds:
+        assert [sum(shard.num_seeds for shard in batch) for batch in batches] == [BATCH_SAMPLES] * len(Arm)
+    stopped = whole.stopped_at(96)
+    assert list(stopped.batches()) == [batch for _, batches in rounds[:3] for batch in batches]
+    assert stopped.confirmation_seeds == (96, 96 * 5)
+    once = Protocol.build(load_prompt_set("default"), ("topp95",), get_budget("gate"))
+    assert [num_seeds for num_seeds, _ in once.rounds()] == [256]
+    assert Protocol.from_dict(whole.to_dict()) == whole
+
+
 def test_confirmation_uses_four_times_as_many_seeds_and_only_fresh_ones(gate: Protocol) -> None:
     strata = frozenset({("topp95", "code")})
     batches = list(gate.confirmation_batches((Arm.OFF, Arm.ON), strata))
