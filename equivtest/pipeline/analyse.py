@@ -115,11 +115,7 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Anal
         verdict=verdict,
         configs=configs,
         cells=pd.concat(cells[len(cells) > 1 :], ignore_index=True),
-        evidence=(
-            *evidence,
-            *law.differences,
-            *(line for c, w in law.watches.items() for line in watch_evidence(c, w)),
-        ),
+        evidence=tuple(evidence),
         acceptance=by_slot,
         speed=acceptance_by_arm(rows).to_pandas(),
         pit=law.pit,

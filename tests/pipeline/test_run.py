@@ -89,7 +89,9 @@ def test_a_bias_that_histograms_miss_is_found_against_the_law(tmp_path: Path) ->
 
 
 def test_the_lines_of_evidence_cover_every_arm_comparison_and_test(correct: RunResult) -> None:
-    strata = {(line.family, line.stratum) for line in correct.analysis.evidence}
+    lines = [(line.family, line.name, line.stratum) for line in correct.analysis.evidence]
+    assert len(lines) == len(set(lines))
+    strata = {(family, stratum) for family, _, stratum in lines}
     arms = {("law", f"{arm} / topp95") for arm in Arm}
     pairs = ("off vs on", "on vs on_null", "off vs biased")
     assert strata == arms | {("law", "on minus off / topp95")} | {("marginal", pair) for pair in pairs} | {
@@ -150,6 +152,7 @@ def test_samples_are_scored_once_and_a_lost_law_file_is_told(tmp_path: Path) -> 
     assert judge(run_dir, FakeEngine(scorer=scorer), resume=True).analysis.verdict.word is Word.EQUIVALENT
     assert scorer.num_calls == calls + 1
     assert set(Manifest.read(run_dir).score_seconds) == set(Arm)
+    assert "of the time of collecting the same samples" in (run_dir / "report.html").read_text("utf-8")
 
 
 def test_without_confirmation_a_flag_counts_at_once(tmp_path: Path) -> None:
