@@ -29,8 +29,8 @@ def runs(epsilon, num_runs, seed):
 def test_a_small_acceptance_bias_is_found_by_mode_in_every_run_where_marginals_see_nothing():
     """Blocks of 4 argmax drafts accepted with min(1, p + .03) in four runs and min(1, p + .05) in three. z of mode is
     4.5 and 7.3 on average with a deviation near 1; two-sided at a quarter of .01 it must exceed 3.0, which it misses
-    once in 14 runs at .03 and never at .05; the marginal family rejects no cell in nine of ten runs at .03. The seeds are
-    fixed."""
+    once in 14 runs at .03 and never at .05; the marginal family rejects no cell in nine of ten runs at .03. Fixed
+    seeds."""
     subtle = list(runs(0.03, 4, seed=51))
     assert sum(rejected for rejected, _ in subtle) <= 2
     assert max(joint.p_value for _, joint in subtle) <= 0.01
