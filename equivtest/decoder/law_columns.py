@@ -42,6 +42,14 @@ class SparseLaw:
         starts = np.searchsorted(rows, np.arange(probs.shape[0]))
         return cls(rows=rows, ids=ids, probs=values / np.add.reduceat(values, starts)[rows], starts=starts)
 
+    def take(self, which: Int64Array) -> SparseLaw:
+        """The laws of these rows ([n], any order, any number of times)."""
+        counts = np.diff(self.starts, append=len(self.rows))[which]
+        starts = np.cumsum(counts) - counts
+        rows = np.repeat(np.arange(len(which)), counts)
+        entries = np.arange(len(rows)) + (self.starts[which] - starts)[rows]
+        return SparseLaw(rows=rows, ids=self.ids[entries], probs=self.probs[entries], starts=starts)
+
     def sums(self, values: npt.NDArray[np.generic]) -> Floats:
         """[num_rows] sums of one value an entry."""
         return np.add.reduceat(np.asarray(values, np.float64), self.starts)

@@ -1,7 +1,7 @@
 """The scorer: what the target's law says at every token of finished samples.
 
-Teacher forcing: the tokens are fed as they were put out, all positions of a sample in one ragged forward, the prompt's
-keys and values shared; the law of every position then comes from the kernel backend, as it does when decoding.
+Teacher forcing: the tokens are fed as they were put out, every distinct prefix once, all in one ragged forward; the law
+of every position then comes from the kernel backend, as it does when decoding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from equivtest.decoder.cut_tolerance import within_tolerance
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.law_columns import Floats, SparseLaw
 from equivtest.decoder.model import Model
-from equivtest.decoder.prefill import PAGE_SIZE
+from equivtest.decoder.shared_prefixes import SharedPrefixes, lexicographic, prompt_batch
 from equivtest.decoder.stages import Int64Array
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.checks import check_params_supported
@@ -56,13 +56,13 @@ class FinishedSamples:
         if self.stream_keys.shape != self.token_ids.shape[:1]:
             raise InvalidSetting("stream_keys", self.stream_keys.shape, f"must be {self.token_ids.shape[:1]}")
 
-    def rows(self, start: int, stop: int) -> FinishedSamples:
-        """Samples start:stop."""
+    def take(self, index: Int64Array) -> FinishedSamples:
+        """The samples of these indices, in their order."""
         return dataclasses.replace(
             self,
-            token_ids=self.token_ids[start:stop],
-            draft_token_ids=self.draft_token_ids[start:stop],
-            stream_keys=self.stream_keys[start:stop],
+            token_ids=self.token_ids[index],
+            draft_token_ids=self.draft_token_ids[index],
+            stream_keys=self.stream_keys[index],
         )
 
 
@@ -111,56 +111,60 @@ class Scorer:
                 raise InvalidSetting(name, (int(ids.min()), int(ids.max())), f"must be in {low}..{vocab_size - 1}")
         num_samples, num_positions = samples.token_ids.shape
         batch = max(1, self.max_forward_rows // num_positions)
+        order = lexicographic(samples.token_ids)
         parts = []
         for start in range(0, num_samples, batch):
-            part = samples.rows(start, min(start + batch, num_samples))
+            part = samples.take(order[start : start + batch])
             parts.append(self._score_batch(part))
             if on_tokens is not None:
                 on_tokens(part.token_ids.size)
+        back = np.argsort(order)
         return LawColumns(
             **{
-                field.name: np.concatenate([getattr(part, field.name) for part in parts])
+                field.name: np.concatenate([getattr(part, field.name) for part in parts])[back]
                 for field in dataclasses.fields(LawColumns)
             }
         )
 
     def _score_batch(self, samples: FinishedSamples) -> LawColumns:
-        hidden = self._target.hidden(samples)
-        draft_hidden = None if self._drafter is None else self._drafter.hidden(samples)
+        prefixes = SharedPrefixes.of(samples.token_ids)
+        hidden = self._target.hidden(samples, prefixes)
+        draft_hidden = None if self._drafter is None else self._drafter.hidden(samples, prefixes)
         shape = samples.token_ids.shape
-        token_ids, draft_ids = samples.token_ids.ravel(), samples.draft_token_ids.ravel()
+        token_ids, draft_ids, node = samples.token_ids.ravel(), samples.draft_token_ids.ravel(), prefixes.node.ravel()
         positions = np.arange(shape[1])
         coins = [
             uniforms(samples.stream_keys[:, None], positions, Purpose.SCORE, draw=draw).ravel() for draw in range(2)
         ]
-        columns: list[dict[str, np.ndarray]] = []
-        for start in range(0, len(token_ids), self.max_law_rows):
-            rows = slice(start, min(start + self.max_law_rows, len(token_ids)))
-            columns.append(
-                self._law_columns(
-                    hidden[rows],
-                    None if draft_hidden is None else draft_hidden[rows],
-                    token_ids[rows],
-                    draft_ids[rows],
-                    samples.params,
-                    (coins[0][rows], coins[1][rows]),
-                )
+        columns: dict[str, np.ndarray] = {}
+        for start in range(0, len(hidden), self.max_law_rows):
+            stop = min(start + self.max_law_rows, len(hidden))
+            rows = np.flatnonzero((node >= start) & (node < stop))
+            part = self._law_columns(
+                hidden[start:stop],
+                None if draft_hidden is None else draft_hidden[start:stop],
+                node[rows] - start,
+                token_ids[rows],
+                draft_ids[rows],
+                samples.params,
+                (coins[0][rows], coins[1][rows]),
             )
-        return LawColumns(
-            **{name: np.concatenate([part[name] for part in columns]).reshape(shape) for name in columns[0]}
-        )
+            for name, values in part.items():
+                columns.setdefault(name, np.empty(len(token_ids), values.dtype))[rows] = values
+        return LawColumns(**{name: values.reshape(shape) for name, values in columns.items()})
 
     def _law_columns(
         self,
-        hidden: Tensor,  # [n, hidden_size]
-        draft_hidden: Tensor | None,  # [n, the draft model's hidden_size]
+        hidden: Tensor,  # [num_nodes, hidden_size]
+        draft_hidden: Tensor | None,  # [num_nodes, the draft model's hidden_size]
+        node: Int64Array,  # [n], the row of `hidden` that predicts each token
         token_ids: Int64Array,  # [n]
         draft_ids: Int64Array,  # [n], -1 for none
         params: SamplingParams,
         coins: tuple[Floats, Floats],  # [n] each
     ) -> dict[str, np.ndarray]:
         logits = self.model.logits(hidden)
-        law = SparseLaw.of(self._law(logits, params, self._probs))
+        law = SparseLaw.of(self._law(logits, params, self._probs)).take(node)
         has_draft = draft_ids >= 0
         p_token, p_draft = law.at(token_ids), law.at(draft_ids)
         entropy, var_surprisal = law.entropy()
@@ -168,19 +172,13 @@ class Scorer:
             q_token = (token_ids == draft_ids).astype(np.float64)
             q_mean, q_variance = p_draft, p_draft * (1 - p_draft)
         else:
-            where = np.flatnonzero(has_draft)
-            draft_logits = self._drafter.model.logits(draft_hidden[torch.from_numpy(where).to(hidden.device)])
-            q = self._law(draft_logits, params, self._draft_probs)
-            q_rows = np.full(len(token_ids), -1)
-            q_rows[where] = np.arange(len(where))
-            q_mean, q_variance = law.moments(q, q_rows)
-            q_token = np.zeros(len(token_ids))
-            if len(where):
-                q_token[where] = SparseLaw.of(q).at(token_ids[where])
+            q = self._law(self._drafter.model.logits(draft_hidden), params, self._draft_probs)
+            q_mean, q_variance = law.moments(q, np.where(has_draft, node, -1))
+            q_token = np.where(has_draft, SparseLaw.of(q).take(node).at(token_ids), 0.0)
         violation = p_token == 0
         if violation.any():
             off = np.flatnonzero(violation)
-            rows = logits[torch.from_numpy(off).to(logits.device)]
+            rows = logits[torch.from_numpy(node[off]).to(logits.device)]
             violation[off] = ~within_tolerance(self.backend, rows, token_ids[off], params)
         return {
             "p_token": p_token,
@@ -208,46 +206,31 @@ class _TeacherForcing:
         self.model, self._max_rows = model, max_rows
         self._kv: PagedKVCache | None = None
 
-    def hidden(self, samples: FinishedSamples) -> Tensor:
-        """Hidden states [num_samples * num_positions, hidden_size] that predict each token; the prompt is fed once."""
-        prompt, (num_samples, num_positions) = samples.prompt_token_ids, samples.token_ids.shape
+    def hidden(self, samples: FinishedSamples, prefixes: SharedPrefixes) -> Tensor:
+        """Hidden states [num_nodes, hidden_size] that predict each token; the prompt and every prefix are fed once."""
+        prompt, num_positions = samples.prompt_token_ids, samples.token_ids.shape[1]
         length = len(prompt) + num_positions - 1
         limit = self.model.config.max_position
         if length > limit:
             raise InvalidSetting("prompt and samples", length, f"must be at most {limit} tokens, the model's context")
-        kv, self._kv = self._cache(len(prompt), num_samples, num_positions), None
-        root = kv.new_sequence()
+        kv = self._cache(len(prompt) - 1 + prefixes.num_nodes)
         for start in range(0, len(prompt) - 1, self._max_rows):
-            piece = prompt[start : min(start + self._max_rows, len(prompt) - 1)]
-            batch = kv.extend(np.array([root]), np.array([len(piece)]))
-            self.model.forward(torch.tensor(piece, device=self.model.device), batch, kv)
-        sequences = np.array([kv.fork(root) for _ in range(num_samples)])
-        kv.free(np.array([root]))
-        fed = np.concatenate([np.full((num_samples, 1), prompt[-1]), samples.token_ids[:, :-1]], axis=1)
-        batch = kv.extend(sequences, np.full(num_samples, num_positions))
-        hidden = self.model.forward(torch.from_numpy(fed.ravel()).to(self.model.device), batch, kv)
-        kv.free(sequences)
-        self._kv = kv  # kept only when every sequence was returned to it
-        return hidden
+            stop = min(start + self._max_rows, len(prompt) - 1)
+            piece = torch.tensor(prompt[start:stop], device=self.model.device)
+            self.model.forward(piece, prompt_batch(start, stop, self.model.device), kv)
+        fed = torch.from_numpy(prefixes.fed(samples.token_ids, prompt[-1])).to(self.model.device)
+        return self.model.forward(fed, prefixes.batch(len(prompt) - 1, self.model.device), kv)
 
-    def _cache(self, prompt_length: int, num_samples: int, num_positions: int) -> PagedKVCache:
-        """A cache in which the prompt and every sample's own pages fit, the last one reused when it is large enough."""
-        own = -(-num_positions // PAGE_SIZE) + 1
-        num_pages = -(-prompt_length // PAGE_SIZE) + num_samples * own
-        length = prompt_length + num_positions
-        kv = self._kv
-        if (
-            kv is None
-            or kv.num_free_pages < num_pages
-            or kv.num_free_sequences <= num_samples
-            or kv.max_length < min(length, self.model.config.max_position)
-        ):
-            kv = PagedKVCache(
+    def _cache(self, num_pages: int) -> PagedKVCache:
+        """Pages of one token, the last cache reused when it is large enough. Which page holds what is said by the
+        batches (`shared_prefixes`); the cache keeps no books here."""
+        if self._kv is None or self._kv.num_free_pages < num_pages:
+            self._kv = PagedKVCache(
                 self.model.config,
                 num_pages=num_pages,
-                max_sequences=num_samples + 1,
-                page_size=PAGE_SIZE,
+                max_sequences=1,
+                page_size=1,
                 dtype=self.model.dtype,
                 device=self.model.device,
             )
-        return kv
+        return self._kv

@@ -1,0 +1,93 @@
+"""Samples of one prompt share prefixes: every distinct prefix is fed once, as one node of their tree.
+
+With pages of one token a sequence's page table can be any path through the tree, so a single ragged forward serves all
+samples: a node is written by the first sample that has it and read by all others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equivtest.decoder.kv_cache import RaggedBatch
+from equivtest.decoder.stages import Int64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixes:
+    """The tree of the tokens that are fed, its nodes numbered in the order of the rows that feed them."""
+
+    node: Int64Array
+    """[num_samples, num_positions], the node that predicts each token."""
+    is_new: np.ndarray
+    """bool [num_samples, num_positions], whether the sample is the first to have it; from some position on."""
+
+    @classmethod
+    def of(cls, token_ids: Int64Array) -> SharedPrefixes:
+        """token_ids: [num_samples, num_positions] of samples in lexicographic order (`lexicographic`)."""
+        num_samples, num_positions = token_ids.shape
+        # What predicts token t is fed tokens 0..t-1: the prompt alone at t = 0.
+        same = np.ones((num_samples, num_positions), np.bool_)
+        same[1:, 1:] = np.logical_and.accumulate(token_ids[1:, :-1] == token_ids[:-1, :-1], axis=1)
+        same[0] = False
+        index = np.cumsum(~same).reshape(same.shape) - 1
+        # Numbers rise from sample to sample, so the newest node of a column is the largest so far.
+        return cls(node=np.maximum.accumulate(np.where(same, -1, index), axis=0), is_new=~same)
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.node.max()) + 1
+
+    def fed(self, token_ids: Int64Array, last_prompt_token: int) -> Int64Array:
+        """[num_nodes] the token that each node feeds."""
+        before = np.concatenate([np.full((len(token_ids), 1), last_prompt_token), token_ids[:, :-1]], axis=1)
+        return np.ascontiguousarray(before[self.is_new])
+
+    def batch(self, prompt_pages: int, device: torch.device) -> RaggedBatch:
+        """The forward that feeds every node, in a cache with pages of one token whose first `prompt_pages` hold all of
+        the prompt but its last token; node k takes the page after them."""
+        own = np.flatnonzero(self.is_new.any(axis=1))  # a sample that is another's double has nothing to feed
+        prompt = np.broadcast_to(np.arange(prompt_pages), (len(own), prompt_pages))
+        return _ragged(
+            table=np.concatenate([prompt, self.node[own] + prompt_pages], axis=1),
+            num_new=self.is_new[own].sum(axis=1),
+            slots=np.arange(self.num_nodes) + prompt_pages,
+            positions=np.nonzero(self.is_new)[1] + prompt_pages,
+            device=device,
+        )
+
+
+def prompt_batch(start: int, stop: int, device: torch.device) -> RaggedBatch:
+    """The forward that feeds tokens start:stop of a prompt, token t on page t."""
+    return _ragged(
+        table=np.arange(stop)[None],
+        num_new=np.array([stop - start]),
+        slots=np.arange(start, stop),
+        positions=np.arange(start, stop),
+        device=device,
+    )
+
+
+def lexicographic(token_ids: Int64Array) -> Int64Array:
+    """The order in which samples with equal prefixes stand side by side: [num_samples] indices."""
+    return np.lexsort(token_ids.T[::-1])
+
+
+def _ragged(
+    *, table: Int64Array, num_new: Int64Array, slots: Int64Array, positions: Int64Array, device: torch.device
+) -> RaggedBatch:
+    """Sequences as long as the table is wide."""
+
+    def tensor(array: np.ndarray, dtype: type) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
+
+    return RaggedBatch(
+        page_table=tensor(table, np.int32),
+        kv_lens=tensor(np.full(len(table), table.shape[1]), np.int32),
+        query_start=tensor(np.concatenate([[0], np.cumsum(num_new)]), np.int32),
+        slots=tensor(slots, np.int64),
+        positions=tensor(positions, np.int64),
+    )
