@@ -95,7 +95,14 @@ def _simulate(engine: dict[str, Any], **values: Any) -> dict[str, Any]:
 
     options = StudyOptions(
         engine=EngineOptions(max_batch=values["batch"], **engine),
-        biases=tuple(float(text) for text in values["biases"].split(",")),
+        biases=_numbers(values["biases"]),
         **{name: values[name] for name in ("configs", "budget", "faults", "runs", "batch", "workers", "study_dir")},
     )
     return study(options, listener_for(Console(stderr=True)))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter("must be numbers between commas, such as 0,0.01", param_hint="--biases") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from equivtest.pipeline.families import (
     judge_joint,
     judge_law,
     judge_marginal,
+    judge_reference,
 )
 from equivtest.pipeline.frames import cells_frame, pit_frame, power_frame, quantiles_frame
 from equivtest.pipeline.watch import Watch, progress_line, watch, watch_evidence, watch_finding
@@ -36,7 +37,7 @@ from equivtest.stats.marginal import choose_permutations
 from equivtest.stats.scored import ScoredTokens
 from equivtest.verdict.decide import decide, standing
 from equivtest.verdict.diagnosis import diagnose
-from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Interval, Role, RunFacts
+from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Flag, Interval, Place, Role, RunFacts
 from equivtest.verdict.law_findings import adjusted_law_evidence, margin_intervals
 from equivtest.verdict.verdict import Standing, Verdict
 
@@ -58,14 +59,19 @@ class Analysis:
     quantiles: pd.DataFrame
     power: pd.DataFrame
     """Columns as report.data has them."""
-    decided: bool
-    """Whether a sequential run needs no more seeds."""
+    different: bool
+    """Whether a sequential run has shown a difference."""
+    equivalent: bool
+    """Whether it has shown equivalence, and nothing else objects."""
     wants: tuple[Want, ...]
     """Fresh seeds that flags still wait for, in the order in which to collect them."""
 
 
-def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Analysis:
-    """Judge the samples of a run folder. Missing rows make the verdict invalid; damaged files raise InvalidShard."""
+def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, finished: bool = True) -> Analysis:
+    """Judge the samples of a run folder. Missing rows make the verdict invalid; damaged files raise InvalidShard.
+
+    finished: whether the run ended by itself; one that did not is at best inconclusive.
+    """
     rows = read_samples(run_dir, ("arm", "config", "seed", "position", "origin", "slot", "num_draft", "route"))
     rows = rows.filter(pa.compute.less(rows["seed"], protocol.num_seeds))
     by_slot = acceptance_by_slot(rows).to_pandas()
@@ -92,14 +98,16 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Anal
     judged += [line for arm, line in law.judged.items() if arm in LAW_ROLES]
     findings = [one.finding for one in judged]
     if law.watches:
-        findings.append(watch_finding(law.watches))
+        findings.append(watch_finding(Arm.ON, law.watches))
+    if law.reference_watches:
+        findings.append(watch_finding(Arm.OFF, law.reference_watches))
     facts = run_facts(
         protocol,
         configs,
         options,
         refusals,
-        diagnosis=_diagnosis(protocol, law.evidence, joint_off_on),
-        unsettled=_unsettled(configs, law.left_out),
+        diagnosis=_diagnosis(protocol, judged, law.evidence, joint_off_on, options),
+        unsettled=(*_unsettled(configs, law.left_out), *(() if finished else (_NOT_FINISHED,))),
     )
     if law.watches:
         used = progress_line(law.watches, protocol, _budget_seeds(protocol))
@@ -121,7 +129,8 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> Anal
         pit=law.pit,
         quantiles=pd.concat(quantiles[len(quantiles) > 1 :], ignore_index=True),
         power=law.power,
-        decided=bool(law.watches) and (different or equivalent),
+        different=different,
+        equivalent=bool(law.watches) and equivalent,
         wants=_ordered_wants(judged, findings, options),
     )
 
@@ -169,7 +178,9 @@ class _Law:
     pit: pd.DataFrame
     power: pd.DataFrame
     watches: Mapping[str, Watch]
-    """Of a sequential run, by config."""
+    """Of a sequential run's arm on, by config."""
+    reference_watches: Mapping[str, Watch]
+    """Of its arm off: where that strays as well, the law is the wrong one."""
 
     @classmethod
     def none(cls) -> _Law:
@@ -182,6 +193,7 @@ class _Law:
             pit=_NO_PIT,
             power=power_frame({}, 0, 0),
             watches={},
+            reference_watches={},
         )
 
     @classmethod
@@ -202,9 +214,20 @@ class _Law:
                 }
                 evidence[arm] = adjusted_law_evidence(results[arm])
                 if arm in LAW_ROLES:
+                    suspected = Arm.OFF in judged and arm is Arm.ON
                     judged[arm] = judge_law(samples, arm, results[arm])
+                    if suspected and judged[arm].finding.flagged:
+                        judged[Arm.OFF] = judge_reference(samples, results[Arm.OFF], judged[arm].finding)
             except (MissingSamples, StatisticsError) as refused:
                 refusals.append(f"arm {arm} against the target's law: {refused}")
+
+        def watched(arm: Arm) -> dict[str, Watch]:
+            return {
+                config: watch(scored[arm, config], margin=margins.bias, num_configs=len(protocol.configs))
+                for config in results.get(arm, {})
+                if protocol.sequential
+            }
+
         both = Arm.OFF in results and Arm.ON in results
         on_off = protocol.configs if both else ()
         num_tests = sum(len(own) for own in evidence.get(Arm.ON, {}).values())
@@ -227,31 +250,54 @@ class _Law:
             power=power_frame(
                 {config: scored[Arm.ON, config] for config in results.get(Arm.ON, {})}, protocol.num_seeds, num_tests
             ),
-            watches={
-                config: watch(scored[Arm.ON, config], margin=margins.bias, num_configs=len(protocol.configs))
-                for config in results.get(Arm.ON, {})
-                if protocol.sequential
-            },
+            watches=watched(Arm.ON),
+            reference_watches=watched(Arm.OFF),
         )
 
 
+_NOT_FINISHED = "the run did not end by itself; `equivtest run --resume` continues it"
 _NO_VALUES = np.empty(0)
 _NO_PIT = pd.DataFrame(columns=list(PIT_COLUMNS))
 
 
 def _diagnosis(
-    protocol: Protocol, law: Mapping[Arm, Mapping[str, tuple[Evidence, ...]]], joint: Sequence[Evidence]
+    protocol: Protocol,
+    judged: Sequence[Judged],
+    law: Mapping[Arm, Mapping[str, tuple[Evidence, ...]]],
+    joint: Sequence[Evidence],
+    options: AnalysisOptions,
 ) -> tuple[str, ...]:
-    """Sentences on every config, with its name where there are several."""
+    """Sentences on every config, with its name where there are several, from what stands on fresh seeds."""
+    standing_places = {
+        (one.finding.family, one.finding.role): {flag.place for flag in _standing_flags(one.finding, options)}
+        for one in judged
+    }
+
+    def shown(family: str, role: Role, config: str, lines: Iterable[Evidence]) -> list[Evidence]:
+        places = standing_places.get((family, role), set())
+        return [
+            line if Place(config, test=line.name) in places else dataclasses.replace(line, adjusted_p=1.0)
+            for line in lines
+        ]
+
     said = []
     for config in protocol.configs:
+        own = [line for line in joint if line.stratum.endswith(f" / {config}")]
         sentences = diagnose(
-            law.get(Arm.ON, {}).get(config, ()),
-            off=law.get(Arm.OFF, {}).get(config, ()),
-            joint=[line for line in joint if line.stratum.endswith(f" / {config}")],
+            shown("law", Role.TEST, config, law.get(Arm.ON, {}).get(config, ())),
+            off=shown("law", Role.REFERENCE, config, law.get(Arm.OFF, {}).get(config, ())),
+            joint=shown("joint", Role.TEST, config, own),
         )
         said += [f"{config}: {sentence}" if len(protocol.configs) > 1 else sentence for sentence in sentences]
     return tuple(said)
+
+
+def _standing_flags(finding: Finding, options: AnalysisOptions) -> Sequence[Flag]:
+    """The flags that count: those of stage 2, or all of them where nothing is confirmed. In a sequential run the watch
+    decides, and the flags of stage 1 say what it saw."""
+    if finding.confirmation is not None:
+        return finding.confirmation.confirmed
+    return finding.flagged if not options.confirm or (finding.family == "law" and finding.role is Role.TEST) else ()
 
 
 def _unsettled(
@@ -272,10 +318,13 @@ def _budget_seeds(protocol: Protocol) -> int:
 
 
 def _ordered_wants(judged: Sequence[Judged], findings: Sequence[Finding], options: AnalysisOptions) -> tuple[Want, ...]:
-    """Controls first, for they may make the rest pointless; then the law, which needs one arm only. Nothing for other
-    families' flags on the question once one of them stands."""
-    shown = any(f.role is Role.TEST and standing(f, options.confirm) is Standing.CONFIRMED for f in findings)
-    wants = [one.want for one in judged if one.want and not (shown and one.want.role is Role.TEST)]
+    """Controls first; then the law, which needs fewer arms. Nothing more for the question once a flag on it stands, or
+    once a control has failed and the run is invalid whatever else is found."""
+    settled = any(
+        finding.role is not Role.TEETH and standing(finding, options.confirm) is Standing.CONFIRMED
+        for finding in findings
+    )
+    wants = [one.want for one in judged if one.want and not (settled and one.want.role is Role.TEST)]
     return tuple(sorted(wants, key=lambda want: (want.role is Role.TEST, len(want.arms))))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
     for comparison, (first, second) in pairs.items():
         result = judge_cells(comparison, _columns(first), _columns(second), options, run_seed)
         findings.append(marginal_finding(comparison, result, cells))
-        joint = joint_results(first, second, generator(run_seed, "joint", comparison))
+        joint = joint_results(first, second, partial(generator, run_seed, "joint", comparison))
         findings.append(joint_finding(comparison, joint))
         frames.append(cells_frame(comparison, cells, result))
     facts = RunFacts(

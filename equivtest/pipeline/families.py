@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from equivtest.records import Arm, Comparison, Evidence
 from equivtest.rng import stream_key
 from equivtest.samples.keys import shard_path
 from equivtest.samples.reader import read_arm_tokens
+from equivtest.samples.validate import read_keyed_table
 from equivtest.stats.joint import JointResult, joint_family
 from equivtest.stats.law import LawMargins, LawResult, law_family
 from equivtest.stats.marginal import Dependence, MarginalResult, Statistic, marginal_family
@@ -110,8 +112,20 @@ class RunSamples:
         return self._tokens[arm]
 
     def fresh_tokens(self, arm: Arm, strata: Iterable[tuple[str, str]]) -> Strata:
-        """Stage 2 of an arm. Raises MissingSamples."""
-        return self._read(arm, strata, range(*self.protocol.confirmation_seeds))
+        """Stage 2 of an arm, from the files of stage 2 alone: seeds that later rounds of a sequential run will want are
+        not fresh. Raises MissingSamples."""
+        shape = (-1, self.protocol.num_positions)
+        fresh: dict[tuple[str, str], Tokens] = {}
+        for stratum in strata:
+            batches = list(self.protocol.confirmation_batches((arm,), frozenset([stratum])))
+            self._require(batches, "samples")
+            parts = [
+                read_keyed_table(shard_path(self.run_dir, key), key, ["token_id"]).column(0).to_numpy().reshape(shape)
+                for batch in batches
+                for key in batch
+            ]
+            fresh[stratum] = np.concatenate(parts)
+        return fresh
 
     def scored(self, arm: Arm, config: str) -> ScoredTokens:
         """Stage 1 of an arm with its law columns. Raises MissingSamples."""
@@ -143,14 +157,17 @@ class RunSamples:
         }
 
     def _read_scored(self, batches: Sequence[Batch]) -> ScoredTokens:
-        for kind in ("samples", "law"):
+        self._require(batches, "samples", "law")
+        return read_scored_tokens(self.run_dir, batches, self.protocol.num_positions)
+
+    def _require(self, batches: Sequence[Batch], *kinds: str) -> None:
+        for kind in kinds:
             lacking = [k for b in batches for k in b if not shard_path(self.run_dir, k, kind=kind).exists()]
             if lacking:
                 raise MissingSamples(
                     f"{kind} of {len(lacking)} shards of arm {lacking[0].arm}, config {lacking[0].config}",
                     "continue the run with --resume",
                 )
-        return read_scored_tokens(self.run_dir, batches, self.protocol.num_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +209,7 @@ def judge_marginal(samples: RunSamples, comparison: Comparison) -> tuple[Judged,
 def judge_joint(samples: RunSamples, comparison: Comparison) -> Judged:
     """Whole samples of two arms, config by config. Raises MissingSamples, StatisticsError."""
     first, second = (samples.tokens(arm) for arm in comparison.arms)
-    results = joint_results(first, second, samples.generator("joint", comparison))
+    results = joint_results(first, second, partial(samples.generator, "joint", comparison))
     finding, want = joint_finding(comparison, results), None
     if finding.flagged and _confirms(samples, finding.role):
         tested = [flag.place for flag in finding.flagged]
@@ -200,8 +217,8 @@ def judge_joint(samples: RunSamples, comparison: Comparison) -> Judged:
 
         def again() -> Confirmation:
             one, two = (samples.fresh_tokens(arm, sorted(wanted.strata)) for arm in comparison.arms)
-            rng = samples.generator("joint confirmation", comparison)
-            return joint_confirmation(joint_results(one, two, rng), tested)
+            again_of = partial(samples.generator, "joint confirmation", comparison)
+            return joint_confirmation(joint_results(one, two, again_of), tested)
 
         stage_2, want = _confirm(again, wanted)
         finding = joint_finding(comparison, results, stage_2)
@@ -229,6 +246,27 @@ def judge_law(samples: RunSamples, arm: Arm, results: Mapping[str, LawResult]) -
     return Judged(finding=finding, evidence=tuple(line for own in evidence.values() for line in own), want=want)
 
 
+def judge_reference(samples: RunSamples, results: Mapping[str, LawResult], suspect: Finding) -> Judged:
+    """Arm off against its law where arm on has been flagged: on as many fresh seeds, whether or not it was flagged
+    itself, so that a law that is slightly wrong for both is not taken for a fault of one."""
+    evidence = adjusted_law_evidence(results)
+    finding, want = law_finding(Arm.OFF, evidence), None
+    if samples.options.confirm:
+        configs = dict.fromkeys(flag.place.config for flag in suspect.flagged)
+        strata = frozenset().union(*(samples.whole(config) for config in configs))
+        wanted = Want(role=finding.role, arms=(Arm.OFF,), strata=strata, scored=True)
+
+        def again() -> Confirmation:
+            fresh = {config: law_family(samples.fresh_scored(Arm.OFF, config), "off, fresh") for config in configs}
+            tested = [Place(config, test=line.name) for config in configs for line in fresh[config].evidence]
+            start, stop = samples.protocol.confirmation_seeds
+            return law_confirmation(fresh, tested, num_samples=(stop - start) * len(samples.protocol.prompts))
+
+        stage_2, want = _confirm(again, wanted)
+        finding = law_finding(Arm.OFF, evidence, stage_2)
+    return Judged(finding=finding, evidence=tuple(line for own in evidence.values() for line in own), want=want)
+
+
 def judge_cells(
     comparison: Comparison,
     first: Sequence[npt.NDArray[np.integer]],
@@ -250,13 +288,17 @@ def judge_cells(
 
 
 def joint_results(
-    first: Mapping[Stratum, Tokens], second: Mapping[Stratum, Tokens], rng: np.random.Generator
+    first: Mapping[Stratum, Tokens],
+    second: Mapping[Stratum, Tokens],
+    generator_of: Callable[[str], np.random.Generator],
 ) -> dict[str, JointResult]:
-    """The joint family of two arms, one result a config over all its prompts."""
+    """The joint family of two arms, one result a config over all its prompts; permutations are drawn by config."""
     results = {}
     for config in dict.fromkeys(config for config, _ in first):
         own = [stratum for stratum in first if stratum[0] == config]
-        results[config] = joint_family([first[stratum] for stratum in own], [second[s] for s in own], rng=rng)
+        results[config] = joint_family(
+            [first[stratum] for stratum in own], [second[s] for s in own], rng=generator_of(config)
+        )
     return results
 
 

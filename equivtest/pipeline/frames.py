@@ -11,6 +11,7 @@ from equivtest.errors import StatisticsError
 from equivtest.records import Arm
 from equivtest.report.data import PIT_COLUMNS, POWER_COLUMNS, QUANTILE_COLUMNS
 from equivtest.stats.bands import binomial_band, uniform_quantile_band
+from equivtest.stats.law_martingale import has_certain_drafts
 from equivtest.stats.law_uniform import NUM_BINS, pit_histogram
 from equivtest.stats.marginal import MarginalResult
 from equivtest.stats.power import bias_test_power, neyman_pearson_power, pilot
@@ -76,8 +77,7 @@ def power_frame(scored: Mapping[str, ScoredTokens], num_seeds: int, num_tests: i
     rows: list[tuple[str, str, float, float]] = []
     for config, tokens in scored.items():
         p_draft = tokens.q_mean[tokens.has_draft]
-        one_hot = np.allclose(tokens.q_variance[tokens.has_draft], p_draft * (1 - p_draft), atol=1e-6)
-        if not (len(p_draft) and one_hot):
+        if not (len(p_draft) and has_certain_drafts(tokens)):
             continue
         alpha = LAW_LEVEL / max(num_tests, 1)
         try:

@@ -12,6 +12,7 @@ from equivtest.errors import InvalidShard
 from equivtest.pipeline.manifest import VERDICT_FILE, Manifest, Status, resume_command
 from equivtest.records import EXIT_CODES, Word
 from equivtest.samples.keys import shard_path
+from equivtest.samples.law import law_shard_is_done
 from equivtest.samples.shards import shard_is_done
 
 _STRONGEST_FIRST = (Word.INVALID, Word.DIFFERENT, Word.INCONCLUSIVE, Word.EQUIVALENT)
@@ -72,6 +73,11 @@ def _not_finished(run_dir: Path, manifest: Manifest) -> str | None:
     protocol = manifest.judged_protocol
     shards = [shard for batch in protocol.batches() for shard in batch]
     bad = [shard for shard in shards if not shard_is_done(run_dir, shard, protocol.num_positions)]
+    if not bad and manifest.options.get("law"):
+        bad = [shard for shard in shards if not law_shard_is_done(run_dir, shard, protocol.num_positions)]
+        if bad:
+            first = shard_path(run_dir, bad[0], kind="law")
+            return f"{len(bad)} of {len(shards)} files of law columns are gone or damaged, the first is {first}"
     if bad:
         first = shard_path(run_dir, bad[0])
         return f"{len(bad)} of {len(shards)} files of samples are gone or damaged, the first is {first}"

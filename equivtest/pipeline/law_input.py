@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from equivtest.errors import MissingSamples
+from equivtest.errors import InvalidSetting, InvalidShard, MissingSamples
 from equivtest.protocol.plan import Batch
 from equivtest.records import Origin, ShardKey
 from equivtest.samples.keys import shard_path
@@ -40,7 +40,10 @@ def read_scored_tokens(run_dir: Path, batches: Iterable[Batch], num_positions: i
             parts.append(part | {"sample": sample, "batch": ones * batch_index, "group": ones * group})
     if not parts:
         raise MissingSamples("no batch to read", "ask for at least one")
-    return ScoredTokens(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    try:
+        return ScoredTokens(**{name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    except InvalidSetting as wrong:
+        raise InvalidShard(run_dir / "law", f"{wrong}; delete the files and score again with --resume") from wrong
 
 
 def _read_shard(run_dir: Path, key: ShardKey, num_positions: int) -> dict[str, npt.NDArray[np.generic]]:

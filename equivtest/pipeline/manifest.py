@@ -94,7 +94,7 @@ class Manifest:
 
     def write(self, run_dir: Path) -> None:
         """Atomically: a reader never sees half a manifest."""
-        write_whole(run_dir / FILE_NAME, json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n")
+        write_whole(run_dir / FILE_NAME, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, run_dir: Path) -> Manifest:

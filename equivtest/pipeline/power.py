@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from equivtest.engines.base import Engine, EngineOptions
-from equivtest.errors import InvalidSetting, StatisticsError
+from equivtest.errors import InsufficientSamples, InvalidSetting, MissingSamples, StatisticsError
 from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.families import generator
 from equivtest.pipeline.law_input import read_scored_tokens
@@ -36,6 +36,7 @@ from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Arm, ShardKey
 from equivtest.samples.reader import read_arm_tokens
 from equivtest.stats.law import LawResult, law_family
+from equivtest.stats.law_martingale import has_certain_drafts
 from equivtest.stats.monte_carlo import FamilyName, PowerPoint, detector, power_point
 from equivtest.stats.power import Pilot, bias_test_seeds, law_power, pilot
 from equivtest.verdict.facts import Place
@@ -103,13 +104,19 @@ def closed_form(
     Prompts and positions stay those of the run. Raises MissingSamples without law columns, InvalidSetting for drafts of
     a sampled drafter, whose power has no closed form here.
     """
-    protocol = Manifest.read(run_dir).judged_protocol
+    manifest = Manifest.read(run_dir)
+    if not manifest.options.get("law"):
+        raise MissingSamples(f"law columns of {run_dir}", "run without --no-law")
+    protocol = manifest.judged_protocol
+    pilots = {config: _pilot(run_dir, protocol, config) for config in protocol.configs}
+    # The verdict adjusts over the tests of all configs.
+    level = alpha / sum(num_tests for _, num_tests in pilots.values())
+    sizes = {"this run": protocol.num_seeds} | {name: budget.num_seeds for name, budget in BUDGETS.items()}
     rows = []
-    for config in protocol.configs:
-        own, num_tests = _pilot(run_dir, protocol, config)
-        sizes = {"this run": protocol.num_seeds} | {name: budget.num_seeds for name, budget in BUDGETS.items()}
-        level = alpha / num_tests
+    for config, (own, _) in pilots.items():
         for name, num_seeds in sizes.items():
+            if own is None:
+                break
             try:
                 found = law_power(own, seeds=num_seeds, power=power, alpha=level)
             except StatisticsError:
@@ -127,17 +134,21 @@ def closed_form(
                     seeds_for_bias=None if bias is None else bias_test_seeds(own, bias, power=power, alpha=level),
                 )
             )
+    if not rows:
+        raise InsufficientSamples(f"power of {run_dir} (drafts with an open outcome)", 0, 1)
     return tuple(rows)
 
 
-def _pilot(run_dir: Path, protocol: Protocol, config: str) -> tuple[Pilot, int]:
-    """And the number of tests of the law family there."""
+def _pilot(run_dir: Path, protocol: Protocol, config: str) -> tuple[Pilot | None, int]:
+    """And the number of tests of the law family there. None where no draft was open, as under greedy decoding."""
     batches = [batch for batch in protocol.batches() if (batch[0].arm, batch[0].config) == (Arm.ON, config)]
     tokens = read_scored_tokens(run_dir, batches, protocol.num_positions)
     p_draft = tokens.q_mean[tokens.has_draft]
-    if not np.allclose(tokens.q_variance[tokens.has_draft], p_draft * (1 - p_draft), atol=1e-6):
+    if not has_certain_drafts(tokens):
         raise InvalidSetting("drafter", "sampled drafts", "has no closed form; use --simulate")
-    return pilot(p_draft, protocol.num_seeds), len(law_family(tokens, f"on / {config}").evidence)
+    num_tests = len(law_family(tokens, f"on / {config}").evidence)
+    open_drafts = (p_draft > 0) & (p_draft < 1)
+    return pilot(p_draft, protocol.num_seeds) if open_drafts.any() else None, num_tests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

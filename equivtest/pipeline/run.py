@@ -116,6 +116,7 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
         return score(run_dir, protocol, manifest, engine, batches, listener, "scoring") if scored else manifest
 
     try:
+        clean = True
         for num_seeds, batches in protocol.rounds():
             label = f"collecting, {num_seeds} of {protocol.num_seeds} seeds" if protocol.sequential else "collecting"
             manifest = gather(manifest, batches, label, scored=judging.law)
@@ -123,7 +124,9 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
                 manifest = dataclasses.replace(manifest, used_seeds=num_seeds)
                 manifest.write(run_dir)
             analysis = analyse(run_dir, manifest.judged_protocol, judging)
-            if analysis.decided:
+            # Equivalence is not taken from the first look at which a flag happens to be gone.
+            clean = clean and not analysis.wants
+            if analysis.different or (analysis.equivalent and clean):
                 break
         protocol = manifest.judged_protocol
         while analysis.wants:
@@ -159,7 +162,8 @@ def reanalyse(run_dir: Path, analysis_options: AnalysisOptions | None = None) ->
     manifest = Manifest.read(run_dir)
     (run_dir / VERDICT_FILE).unlink(missing_ok=True)  # an older verdict must not outlive samples that cannot be read
     protocol = manifest.judged_protocol
-    analysis = analyse(run_dir, protocol, analysis_options or AnalysisOptions(**manifest.options))
+    judging = analysis_options or AnalysisOptions(**manifest.options)
+    analysis = analyse(run_dir, protocol, judging, finished=manifest.status is Status.COMPLETE)
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
 

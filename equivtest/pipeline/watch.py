@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from equivtest.protocol.plan import Protocol
-from equivtest.records import Evidence
+from equivtest.records import Arm, Evidence
 from equivtest.stats.law_martingale import MAX_WEIGHT
 from equivtest.stats.scored import Floats, ScoredTokens
 from equivtest.stats.sequential import BiasSequence, EProcess, bias_sequence, e_process
-from equivtest.verdict.facts import Finding, Flag, Place, Role
-from equivtest.verdict.law_findings import LAW_LEVEL
+from equivtest.verdict.facts import LAW_ROLES, Finding, Flag, Place
+from equivtest.verdict.law_findings import LAW_LEVEL, law_subject
 
 _PIT_SCALE = 12.0
 """1 over the variance of a uniform: the best bet on the scaled transform is its shift."""
@@ -59,8 +59,8 @@ def watch(tokens: ScoredTokens, *, margin: float, num_configs: int) -> Watch:
     )
 
 
-def watch_finding(watches: Mapping[str, Watch]) -> Finding:
-    """The question as the sequential instruments answer it; its flags count at once."""
+def watch_finding(arm: Arm, watches: Mapping[str, Watch]) -> Finding:
+    """What the sequential instruments say of an arm; its flags count at once."""
     flags = [
         Flag(
             place=Place(config, test=line.name),
@@ -76,10 +76,10 @@ def watch_finding(watches: Mapping[str, Watch]) -> Finding:
     ]
     return Finding(
         family="sequential",
-        role=Role.TEST,
-        subject="on against the target's law, token by token",
+        role=LAW_ROLES[arm],
+        subject=f"{law_subject(arm)}, token by token",
         unit="sequential tests",
-        num_tests=dict.fromkeys(watches, 2),
+        num_tests={config: len(watch_evidence(config, state)) for config, state in watches.items()},
         flagged=tuple(flags),
         smallest_p=min(line.p_value for config, state in watches.items() for line in watch_evidence(config, state)),
         level=LAW_LEVEL,

@@ -180,7 +180,8 @@ class Protocol:
 
 def fingerprint(protocol: Protocol, subject: Mapping[str, Any]) -> str:
     """Names a protocol and the engine it ran on: two runs with one fingerprint asked the same question."""
-    content = json.dumps({"protocol": protocol.to_dict(), "subject": subject}, sort_keys=True)
+    question = {"protocol": protocol.to_dict(), "configs": list(protocol.configs), "subject": subject}
+    content = json.dumps(question, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
 

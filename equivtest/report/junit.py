@@ -87,7 +87,7 @@ def _cell_case(data: ReportData, comparison: Comparison, config: str, prompt_id:
 
 
 def _evidence_cases(data: ReportData) -> Iterator[_Case]:
-    for row in data.evidence.loc[data.evidence["family"].isin(["law", "joint"])].to_dict("records"):
+    for row in data.evidence.loc[data.evidence["family"].isin(["law", "joint", "sequential"])].to_dict("records"):
         family, stratum = str(row["family"]), str(row["stratum"])
         planted = Arm.BIASED in stratum.partition(" / ")[0].split()
         flagged = is_flagged(row["adjusted_p"])

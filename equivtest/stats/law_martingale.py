@@ -38,6 +38,9 @@ SMALL_RUN_WEIGHT = 20.0
 MIN_TOKENS = 100
 """Fewest tokens whose outcome is open that a test takes."""
 
+NO_ACCEPTANCE = "q's mass at the token, which is no acceptance probability"
+"""What the bias test estimates where drafts were sampled; the end of its `method`."""
+
 _MAX_SKEWNESS = 0.3
 """Largest bound on the skewness of S at which its normal tails are trusted."""
 
@@ -73,6 +76,8 @@ def bias(tokens: ScoredTokens, stratum: str, *, margin: float | None = None, slo
         # At the same mix of tokens the skewness falls with the root of their number.
         need = math.ceil(len(variance) * (skewness / _MAX_SKEWNESS) ** 2)
         raise InsufficientSamples(f"law/{name} (tokens with an open outcome)", len(variance), need)
+    certain = has_certain_drafts(tokens)
+    unit = "the probability of the draft" if certain else NO_ACCEPTANCE
     return _z_test(
         name,
         stratum,
@@ -80,10 +85,17 @@ def bias(tokens: ScoredTokens, stratum: str, *, margin: float | None = None, slo
         variance=variance,
         weight=weight,
         unit=weight,
-        margin=margin,
+        margin=margin if certain else None,
         method=f"martingale z of q(y) on draft slots, weights min(1/Var, {cap:g}); estimate: weighted mean excess of "
-        "the probability of the draft",
+        f"{unit}",
     )
+
+
+def has_certain_drafts(tokens: ScoredTokens) -> bool:
+    """Whether every q is a point mass, as of a greedy drafter: f = q(y) is then 0 or 1."""
+    drafted = tokens.has_draft
+    mean = tokens.q_mean[drafted]
+    return bool(np.allclose(tokens.q_variance[drafted], mean * (1 - mean), atol=1e-6))
 
 
 def surprisal(tokens: ScoredTokens, stratum: str, *, kind: SlotKind) -> Evidence:

@@ -84,6 +84,8 @@ def decide(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Inter
 
 def standing(finding: Finding, confirm: bool) -> Standing:
     """What became of a finding's flags."""
+    if finding.confirmation and finding.confirmation.confirmed:
+        return Standing.CONFIRMED  # also where stage 2 looked at what stage 1 had not flagged
     if not finding.flagged:
         return Standing.CLEAR
     # A planted fault is there by construction: a flag on it needs no confirmation.
@@ -91,8 +93,6 @@ def standing(finding: Finding, confirm: bool) -> Standing:
         return Standing.CONFIRMED
     if finding.confirmation is None:
         return Standing.PENDING
-    if finding.confirmation.confirmed:
-        return Standing.CONFIRMED
     untested = {flag.place for flag in finding.flagged} - set(finding.confirmation.tested)
     return Standing.PENDING if untested else Standing.CLEARED
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from equivtest.errors import InvalidSetting
 from equivtest.records import Evidence, Origin
 from equivtest.stats.law_counts import duplicates_per_sample, support_by_origin
+from equivtest.stats.law_martingale import NO_ACCEPTANCE
 
 _SHAPE = ("rank", "vocab", "rows")
 """Moved by every fault that moves many tokens one way: `rows` as well, whose products then have a mean above 0."""
@@ -261,6 +262,13 @@ def _acceptance(lines: _Lines) -> Said | None:
         )
     else:
         where = "the draft slots together"
+    if lines.by_name[name].method.endswith(NO_ACCEPTANCE):
+        # Drafts of a sampled drafter: the estimate is q's mass, whose sign is not that of the acceptance.
+        return (
+            f"drafts are not kept with the probability of the law, in {where} (z {lines.z(name):+.1f}){_clean(lines)}: "
+            f"look at {look}",
+            ("bias*", "surprisal_draft", "lag_*", *_SHAPE, *(("support",) if off_support else ()), "duplicates"),
+        )
     extra = f", drafts that the filters remove included ({off_support})" if off_support else ""
     return (
         f"acceptance is {'inflated' if inflated else 'deflated'} by {lines.size(name)} in {where}{extra}"

@@ -150,14 +150,16 @@ class Interval:
 
     @property
     def seeds_needed(self) -> int | None:
-        """Seeds with which an interval about the same value would lie inside, its width falling with their root; None
-        where that value itself does not. A distance is never below 0 and is taken at its lower end."""
-        centre = max(self.low, 0.0) if self.place.test in DISTANCES else abs(self.estimate)
-        room = self.margin - centre
-        if room <= 0:
+        """Seeds with which an interval would lie inside, its width falling with their root; None where all of it lies
+        outside. About the same estimate; where that is outside itself, about the value of the interval nearest 0, and
+        so for a distance, which is above 0 by chance alone."""
+        nearest = max(self.low, -self.high, 0.0)
+        inside = abs(self.estimate) < self.margin and self.place.test not in DISTANCES
+        centre = abs(self.estimate) if inside else nearest
+        if centre >= self.margin:
             return None
         width = max(abs(self.high), abs(self.low)) - centre
-        return math.ceil(self.num_seeds * (width / room) ** 2)
+        return math.ceil(self.num_seeds * (width / (self.margin - centre)) ** 2)
 
 
 DISTANCES = frozenset({"rank", "vocab"})

@@ -17,9 +17,6 @@ from equivtest.verdict.findings import CONFIRMATION_ALPHA
 LAW_LEVEL = 0.01
 """Family-wise level of the law family over all configs of a run."""
 
-MARGIN_TESTS = ("bias", "rank", "vocab")
-"""Tests whose intervals must lie inside a margin."""
-
 
 def adjusted_law_evidence(results: Mapping[str, LawResult]) -> dict[str, tuple[Evidence, ...]]:
     """Every line of one arm, by config, with p-values adjusted over all configs (Holm)."""

@@ -93,7 +93,7 @@ def margin_crossed(interval: Interval) -> Reason:
         f"which crosses its margin of {interval.margin:g}"
     )
     if needed is None:
-        return Reason(problem, "no number of seeds settles this: the estimate itself lies outside the margin")
+        return Reason(problem, "no number of seeds settles this: the whole interval lies outside the margin")
     return Reason(
         f"{problem}; about {needed:,} seeds would settle it, {interval.num_seeds:,} were drawn",
         "run a larger --budget, or widen the margin if that much may be wrong",

@@ -7,11 +7,13 @@ The seeds are fixed, so every test is deterministic. With other seeds a correct 
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from equivtest.engines.base import EngineOptions
-from equivtest.errors import InvalidSetting, ResolutionTooCoarse, RunBusy, RunExists, RunMismatch
+from equivtest.errors import InvalidSetting, InvalidShard, ResolutionTooCoarse, RunBusy, RunExists, RunMismatch
 from equivtest.files import sole_writer
 from equivtest.pipeline.families import AnalysisOptions
 from equivtest.pipeline.gate import read_verdict
@@ -31,11 +33,12 @@ def judge(
     run_seed: int = 0,
     budget: str = "smoke",
     sequential: bool = False,
+    configs: tuple[str, ...] = ("topp95",),
     **judging,
 ) -> RunResult:
     return run(
         RunOptions(
-            budget=budget, engine=EngineOptions(model="fake"), analysis=AnalysisOptions(**judging),
+            configs=configs, budget=budget, engine=EngineOptions(model="fake"), analysis=AnalysisOptions(**judging),
             run_dir=run_dir, resume=resume, run_seed=run_seed, sequential=sequential,
         ),
         engine=engine,
@@ -53,15 +56,18 @@ def test_a_correct_decoder_is_equivalent(correct: RunResult) -> None:
     assert all(control.passed for control in verdict.controls)
 
 
-def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds_of_the_arm_alone(tmp_path: Path) -> None:
+def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(
+    tmp_path: Path,
+) -> None:
     result = judge(tmp_path / "run", FakeEngine(on_epsilon=0.4))
     verdict = result.analysis.verdict
     assert (verdict.word, verdict.exit_code) == (Word.DIFFERENT, 1)
     assert "acceptance is inflated by 0.4" in verdict.headline
     assert "on against the target's law, again on 512 fresh samples" in "\n".join(verdict.reasons)
     fresh = list((tmp_path / "run" / "samples").rglob("seeds=0064-0319.parquet"))
-    assert {path.parts[-4] for path in fresh} == {"arm=on"}
-    assert any("not tested on fresh seeds, because a difference already stands" in line for line in verdict.reasons)
+    assert {path.parts[-4] for path in fresh} == {"arm=on", "arm=off"}
+    # The law's fresh seeds of both arms serve the other families as well.
+    assert "again on 256 fresh samples an arm" in "\n".join(verdict.reasons)
 
 
 def test_an_engine_without_a_law_is_judged_by_its_samples_alone(tmp_path: Path) -> None:
@@ -106,6 +112,47 @@ def test_a_reference_law_that_is_not_the_decoders_makes_the_run_invalid(tmp_path
     assert verdict.word is Word.INVALID
     assert "plain decoding does not follow the law" in verdict.headline
     assert verdict.controls[2].passed is False
+
+
+def test_a_law_that_is_slightly_wrong_is_not_taken_for_a_fault_of_speculation(tmp_path: Path) -> None:
+    """Both arms stray from it alike; in some runs stage 1 flags arm on alone, and stage 2 then looks at both."""
+    words = {
+        judge(tmp_path / str(seed), FakeEngine(scorer=FakeScorer(heat=1.12)), run_seed=seed).analysis.verdict.word
+        for seed in range(6)
+    }
+    assert Word.DIFFERENT not in words
+    assert Word.INVALID in words
+
+
+def test_several_configs_are_recomputed_to_the_same_bytes_in_the_order_asked(tmp_path: Path) -> None:
+    run_dir = judge(tmp_path / "run", FakeEngine(), configs=("topp95", "topk50")).run_dir
+    before = {name: (run_dir / name).read_bytes() for name in OUTPUTS}
+    reanalyse(run_dir)
+    assert {name: (run_dir / name).read_bytes() for name in OUTPUTS} == before
+    assert list(Manifest.read(run_dir).protocol["configs"]) == ["topp95", "topk50"]
+
+
+def test_a_run_that_was_stopped_is_never_equivalent(tmp_path: Path) -> None:
+    run_dir = judge(tmp_path / "run", FakeEngine()).run_dir
+    Manifest.read(run_dir).with_status(Status.CANCELLED).write(run_dir)
+    verdict = reanalyse(run_dir).analysis.verdict
+    assert verdict.word is Word.INCONCLUSIVE
+    assert "did not end by itself" in verdict.headline
+
+
+def test_law_files_that_are_gone_or_wrong_are_told(tmp_path: Path) -> None:
+    run_dir = judge(tmp_path / "run", FakeEngine()).run_dir
+    path = next((run_dir / "law" / "arm=on").rglob("*.parquet"))
+    table = pq.read_table(path)
+    values = table.column("entropy").to_numpy().copy()
+    values[3] = np.nan
+    broken = table.set_column(table.schema.get_field_index("entropy"), table.schema.field("entropy"), [values])
+    pq.write_table(broken, path, write_page_checksum=True)
+    with pytest.raises(InvalidShard, match="entropy"):
+        reanalyse(run_dir)
+    path.unlink()
+    assert read_verdict(run_dir).word is Word.INVALID
+    assert "law columns are gone or damaged" in read_verdict(run_dir).headline
 
 
 def test_an_interval_that_crosses_its_margin_is_inconclusive_and_says_how_many_seeds_settle_it(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from equivtest.pipeline.watch import progress_line, watch, watch_evidence, watch
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.plan import Protocol
 from equivtest.protocol.prompts import load_prompt_set
+from equivtest.records import Arm
 from equivtest.verdict.facts import Role
 from tests.stats.law_sampler import Fault, even_world, make_world, simulate
 
@@ -27,7 +28,7 @@ def test_a_correct_decoder_is_never_called_different_and_soon_equivalent() -> No
     assert not any(state.different for state in states)
     assert all(state.equivalent for state in states)
     assert max(state.decided_at for state in states) < states[0].num_tokens
-    finding = watch_finding({"topp95": states[0]})
+    finding = watch_finding(Arm.ON, {"topp95": states[0]})
     assert (finding.role, finding.flagged, finding.at_once) == (Role.TEST, (), True)
 
 
@@ -42,7 +43,7 @@ def test_a_fault_is_found_before_the_end(fault: Fault, even: bool) -> None:
     found = next(state for state in states if state.different)
     assert found.decided_at is not None
     assert found.decided_at < found.num_tokens
-    finding = watch_finding({"topp95": found})
+    finding = watch_finding(Arm.ON, {"topp95": found})
     assert finding.flagged
     assert "tokens" in finding.flagged[0].words
 

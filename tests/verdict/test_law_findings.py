@@ -103,7 +103,8 @@ def test_an_interval_must_lie_inside_its_margin() -> None:
     # Half of the width .010 must fit into .006: (10 / 6)^2 times the seeds.
     assert crossing.seeds_needed == 278
     assert "about 278 seeds would settle it, 100 were drawn" in verdict.headline
-    outside = interval(0.009, 0.012, 0.015)
+    assert interval(-0.006, 0.012, 0.03).seeds_needed == 900  # 0 is still possible: .03 must shrink to .01
+    outside = interval(0.011, 0.013, 0.015)
     assert outside.seeds_needed is None
     assert "no number of seeds settles this" in decide(run_facts(), findings(), [outside]).next_steps[0]
 
