@@ -34,6 +34,47 @@ def run_figures(run: str) -> tuple[str, ...]:
     )
 
 
+def found(study: str, subject: str, family: str) -> str:
+    row = next(row for row in read(study)["rows"] if (row["subject"], row["family"]) == (subject, family))
+    return f"{row['num_found']} of {row['num_runs']}"
+
+
+def power_figures(study: str, *asked: tuple[str, str, str]) -> tuple[str, ...]:
+    """Words of the README, each with the count that it quotes."""
+    return tuple(text.format(found(study, subject, family)) for text, subject, family in asked)
+
+
+def closed_form_figures() -> tuple[str, ...]:
+    row = next(row for row in read("power-closed-form.json")["rows"] if row["budget"] == "gate")
+    return f"{row['smallest_bias']:.4f}", f"{row['ratio']:.2f} times", f"{row['seeds_for_bias']:.0f} seeds"
+
+
+def gate_figures() -> tuple[str, ...]:
+    shares = {row["what"]: row for row in read("calibration.json")["gate"] if row["decoder"] == "correct"}
+    stopped = shares["stopped: a flag stood on fresh seeds"]
+    return (
+        f"{stopped['count']} of {stopped['runs']:,} runs",
+        f"{stopped['ci_low']:.2%} to {stopped['ci_high']:.2%}".replace("%", " %"),
+        f"gate of record {shares['gate of record: stage 1 of the marginal family']['count']}",
+        f"confirmation {shares['marginal family with confirmation']['count']}",
+    )
+
+
+def coin_figures() -> tuple[str, ...]:
+    findings = {
+        (finding["family"], finding["subject"]): finding
+        for finding in read("gate-reused-coin/verdict.json")["findings"]
+    }
+    marginal = findings["marginal", "off vs biased"]
+    lag = next(
+        flag
+        for flag in findings["law", "biased against the target's law"]["flagged"]
+        if flag["test"] == "lag_recovered"
+    )
+    cells = sum(marginal["num_tests"].values())
+    return f"{sum(marginal['num_flagged'].values())} of {cells} cells", f"adjusted p {lag['p_value']:.0e}"
+
+
 def speed_figures(bench: str, ours: str, theirs: str) -> tuple[str, ...]:
     unit = "total_ms" if bench == "bench-kernels.json" else "median_ms"
     mine, other = row_of(bench, ours), row_of(bench, theirs)
@@ -45,6 +86,31 @@ def speed_figures(bench: str, ours: str, theirs: str) -> tuple[str, ...]:
     [
         ("gate budget, topp95", lambda: run_figures("gate-topp95")),
         ("smoke budget, topp95", lambda: run_figures("smoke-topp95")),
+        (
+            "smallest acceptance bias seen",
+            lambda: power_figures(
+                "power-h200-small.json",
+                ("0.005 found in {} runs", "bias 0.005", "law"),
+                ("0.02 confirmed as different in {}", "bias 0.02", "law, confirmed"),
+                ("record: 0.02 in {}", "bias 0.02", "protocol of record"),
+                ("joint: 0.02 in {}", "bias 0.02", "joint"),
+                ("MMD-Hamming: 0.02 in {}", "bias 0.02", "MMD-Hamming"),
+            ),
+        ),
+        (
+            "larger biases",
+            lambda: power_figures(
+                "power-h200-large.json",
+                ("joint: 0.05 in {} runs", "bias 0.05", "protocol of record"),
+                ("joint: 0.05 in {} runs", "bias 0.05", "max_z"),
+                ("joint: 0.05 in {} runs", "bias 0.05", "joint"),
+                ("MMD-Hamming: 0.05 in {}", "bias 0.05", "MMD-Hamming"),
+                ("0.1 in {}", "bias 0.1", "MMD-Hamming"),
+            ),
+        ),
+        ("the same in closed form", closed_form_figures),
+        ("a correct decoder under the whole gate", gate_figures),
+        ("the recovery's coin", coin_figures),
         ("filter and sample", lambda: speed_figures("bench-kernels.json", "cpp", "torch_sort")),
         ("a decoding step", lambda: speed_figures("bench-decode.json", "step", "hf_step")),
         ("the forward alone", lambda: speed_figures("bench-decode.json", "forward", "hf_forward")),
