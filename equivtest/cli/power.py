@@ -90,8 +90,7 @@ def _simulate(engine: dict[str, Any], **values: Any) -> dict[str, Any]:
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for
-    from equivtest.engines.base import EngineOptions
-    from equivtest.pipeline.power import StudyOptions, study
+    from equivtest.pipeline.power import EngineOptions, StudyOptions, study
 
     options = StudyOptions(
         engine=EngineOptions(max_batch=values["batch"], **engine),

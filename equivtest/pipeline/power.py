@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from equivtest.engines.base import Engine, EngineOptions
+from equivtest.engines.base import Engine
+from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import InsufficientSamples, InvalidSetting, MissingSamples, StatisticsError
 from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.families import generator
