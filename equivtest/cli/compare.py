@@ -35,8 +35,8 @@ def command(on: Path, off: Path, epsilon: float, as_json: bool, **analysis: Any)
     """Judge samples ON (speculative) against OFF (plain) that any engine recorded; a flag counts at once."""
     import json
 
+    from equivtest.pipeline.analysis_options import AnalysisOptions
     from equivtest.pipeline.compare import compare
-    from equivtest.pipeline.families import AnalysisOptions
 
     verdict = compare(on, off, AnalysisOptions(confirm=False, **analysis), epsilon=epsilon).verdict
     if as_json:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from equivtest.cli.options import results_dir_option
+
 _EPILOG = """\b
 Examples:
   equivtest gate                        the newest run under results/
@@ -18,13 +20,7 @@ In GitHub Actions it also writes the step summary and an annotation.
 
 @click.command("gate", epilog=_EPILOG)
 @click.argument("run_dirs", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--results-dir",
-    type=click.Path(path_type=Path),
-    default=Path("results"),
-    show_default=True,
-    help="Where to look for the newest run.",
-)
+@results_dir_option("Where to look for the newest run.")
 def command(run_dirs: tuple[Path, ...], results_dir: Path) -> int:
     """Print the verdict of RUN_DIRS and exit with its code; reads files only."""
     from equivtest.pipeline.gate import read_verdict, worst

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -50,6 +51,17 @@ def analysis_options(command: Command) -> Command:
         click.option("--num-permutations", type=int, default=None,
                      help="Permutations per cell for --exact and max_z; default: enough to reject one cell."),
     )  # fmt: skip
+
+
+def results_dir_option(help_text: str) -> Callable[[Command], Command]:
+    """--results-dir, which every command that looks for runs has."""
+    return click.option(
+        "--results-dir",
+        type=click.Path(path_type=Path),
+        default=Path("results"),
+        show_default=True,
+        help=help_text,
+    )
 
 
 def pick(values: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:

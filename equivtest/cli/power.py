@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from equivtest.cli.options import ENGINE_FIELDS, engine_options, pick
+from equivtest.cli.options import ENGINE_FIELDS, engine_options, pick, results_dir_option
 
 _EPILOG = """\b
 Examples:
@@ -20,13 +20,7 @@ Examples:
 
 @click.command("power", epilog=_EPILOG)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--results-dir",
-    type=click.Path(path_type=Path),
-    default=Path("results"),
-    show_default=True,
-    help="Where to look for the newest run.",
-)
+@results_dir_option("Where to look for the newest run.")
 @click.option("--bias", type=float, default=None, help="Also say how many seeds this acceptance bias needs.")
 @click.option("--power", "target", type=float, default=0.9, show_default=True, help="Probability of finding it.")
 @click.option("--alpha", type=float, default=0.01, show_default=True, help="Level of the whole law family.")
@@ -90,7 +84,7 @@ def _simulate(engine: dict[str, Any], **values: Any) -> dict[str, Any]:
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for
-    from equivtest.pipeline.power import EngineOptions, StudyOptions, study
+    from equivtest.pipeline.power_study import EngineOptions, StudyOptions, study
 
     options = StudyOptions(
         engine=EngineOptions(max_batch=values["batch"], **engine),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from equivtest.cli.options import results_dir_option
+
 _EPILOG = """\b
 Examples:
   equivtest report                      the newest run under results/
@@ -15,13 +17,7 @@ Examples:
 
 @click.command("report", epilog=_EPILOG)
 @click.argument("run_dir", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--results-dir",
-    type=click.Path(path_type=Path),
-    default=Path("results"),
-    show_default=True,
-    help="Where to look for the newest run.",
-)
+@results_dir_option("Where to look for the newest run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")
 def command(run_dir: Path | None, results_dir: Path, as_json: bool) -> int:
     """Recompute the tables, report.html, summary.md and junit.xml of RUN_DIR; exits with its verdict."""

@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS, analysis_options, engine_options, pick
+from equivtest.cli.options import (
+    ANALYSIS_FIELDS,
+    ENGINE_FIELDS,
+    analysis_options,
+    engine_options,
+    pick,
+    results_dir_option,
+)
 
 _EPILOG = """\b
 Examples:
@@ -77,13 +84,7 @@ _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
 )
 @click.option("--run-seed", type=int, default=0, show_default=True, help="Seeds every random stream of the run.")
 @click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Run folder; default: a new one.")
-@click.option(
-    "--results-dir",
-    type=click.Path(path_type=Path),
-    default=Path("results"),
-    show_default=True,
-    help="Where run folders are made.",
-)
+@results_dir_option("Where run folders are made.")
 @click.option(
     "--sequential",
     is_flag=True,
@@ -99,7 +100,7 @@ def command(as_json: bool, **values: Any) -> int:
 
     from equivtest.cli.progress import listener_for
     from equivtest.cli.verdict import show_verdict
-    from equivtest.pipeline.families import AnalysisOptions
+    from equivtest.pipeline.analysis_options import AnalysisOptions
     from equivtest.pipeline.run import EngineOptions, RunOptions, run
 
     engine = EngineOptions(**pick(values, ENGINE_FIELDS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,33 +12,27 @@ import pandas as pd
 import pyarrow as pa
 
 from equivtest.errors import InsufficientSamples, MissingSamples, StatisticsError
+from equivtest.pipeline.analysis_options import LEVEL, AnalysisOptions
 from equivtest.pipeline.families import (
-    LEVEL,
-    AnalysisOptions,
     Judged,
+    LawEvidence,
     RunSamples,
     Want,
     judge_joint,
-    judge_law,
     judge_marginal,
-    judge_reference,
 )
-from equivtest.pipeline.frames import cells_frame, pit_frame, power_frame, quantiles_frame
-from equivtest.pipeline.watch import Watch, progress_line, watch, watch_evidence, watch_finding
+from equivtest.pipeline.frames import cells_frame, quantiles_frame
+from equivtest.pipeline.law_on_arms import LawOnArms
+from equivtest.pipeline.watch import progress_line, watch_evidence, watch_finding
 from equivtest.protocol.budgets import BUDGETS
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Arm, Comparison, Evidence, Word
-from equivtest.report.data import PIT_COLUMNS
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_samples
-from equivtest.stats.law import LawResult, law_family
-from equivtest.stats.law_difference import on_minus_off
 from equivtest.stats.marginal import choose_permutations
-from equivtest.stats.scored import ScoredTokens
 from equivtest.verdict.decide import decide, standing
 from equivtest.verdict.diagnosis import diagnose
-from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Flag, Interval, Place, Role, RunFacts
-from equivtest.verdict.law_findings import adjusted_law_evidence, margin_intervals
+from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Flag, Place, Role, RunFacts
 from equivtest.verdict.verdict import Standing, Verdict
 
 
@@ -94,24 +88,22 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
         cells.append(cells_frame(comparison, names, result))
         quantiles.append(quantiles_frame(comparison, result.p_value))
         joint_off_on = joint.evidence if comparison is Comparison.OFF_ON else joint_off_on
-    law = _Law.of(samples, refusals) if options.law else _Law.none()
+    law = LawOnArms.of(samples, refusals) if options.law else LawOnArms.none()
     judged += [line for arm, line in law.judged.items() if arm in LAW_ROLES]
     findings = [one.finding for one in judged]
     if law.watches:
         findings.append(watch_finding(Arm.ON, law.watches))
     if law.reference_watches:
         findings.append(watch_finding(Arm.OFF, law.reference_watches))
-    facts = run_facts(
-        protocol,
-        configs,
-        options,
-        refusals,
+    facts = RunFacts(
+        configs=configs,
+        planted_fault=protocol.planted_words,
+        confirm=options.confirm,
+        caveats=tuple(_caveats(protocol, law)),
+        refusals=tuple(refusals),
         diagnosis=_diagnosis(protocol, judged, law.evidence, joint_off_on, options),
         unsettled=(*_unsettled(configs, law.left_out), *(() if finished else (_NOT_FINISHED,))),
     )
-    if law.watches:
-        used = progress_line(law.watches, protocol, _budget_seeds(protocol))
-        facts = dataclasses.replace(facts, caveats=(*facts.caveats, used))
     verdict = decide(facts, findings, law.intervals)
     different = any(state.different for state in law.watches.values())
     equivalent = all(state.equivalent for state in law.watches.values()) and verdict.word is Word.EQUIVALENT
@@ -142,128 +134,14 @@ def check_resolution(options: AnalysisOptions, protocol: Protocol) -> None:
         choose_permutations(options.num_permutations, num_cells, LEVEL, options.dependence)
 
 
-def run_facts(
-    protocol: Protocol,
-    configs: tuple[ConfigFacts, ...],
-    options: AnalysisOptions,
-    refusals: Sequence[str],
-    *,
-    diagnosis: tuple[str, ...] = (),
-    unsettled: tuple[str, ...] = (),
-) -> RunFacts:
-    budget = BUDGETS.get(protocol.budget)
-    return RunFacts(
-        configs=configs,
-        planted_fault=protocol.planted_words,
-        confirm=options.confirm,
-        caveats=(budget.caveat,) if budget and budget.caveat else (),
-        refusals=tuple(refusals),
-        diagnosis=diagnosis,
-        unsettled=unsettled,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Law:
-    """What the law family said on every arm."""
-
-    judged: Mapping[Arm, Judged]
-    evidence: Mapping[Arm, Mapping[str, tuple[Evidence, ...]]]
-    """By arm and config, p-values adjusted over the configs."""
-    differences: tuple[Evidence, ...]
-    """On minus off."""
-    left_out: Mapping[str, tuple[InsufficientSamples, ...]]
-    """Tests that arm on had too little for, by config."""
-    intervals: tuple[Interval, ...]
-    pit: pd.DataFrame
-    power: pd.DataFrame
-    watches: Mapping[str, Watch]
-    """Of a sequential run's arm on, by config."""
-    reference_watches: Mapping[str, Watch]
-    """Of its arm off: where that strays as well, the law is the wrong one."""
-
-    @classmethod
-    def none(cls) -> _Law:
-        return cls(
-            judged={},
-            evidence={},
-            differences=(),
-            left_out={},
-            intervals=(),
-            pit=_NO_PIT,
-            power=power_frame({}, 0, 0),
-            watches={},
-            reference_watches={},
-        )
-
-    @classmethod
-    def of(cls, samples: RunSamples, refusals: list[str]) -> _Law:
-        """Every arm whose rows are there; what the statistics refuse is added to `refusals`."""
-        protocol, margins = samples.protocol, samples.options.margins(samples.protocol.budget)
-        judged: dict[Arm, Judged] = {}
-        evidence: dict[Arm, Mapping[str, tuple[Evidence, ...]]] = {}
-        scored: dict[tuple[Arm, str], ScoredTokens] = {}
-        results: dict[Arm, dict[str, LawResult]] = {}
-        for arm in Arm:
-            try:
-                for config in protocol.configs:
-                    scored[arm, config] = samples.scored(arm, config)
-                results[arm] = {
-                    config: law_family(scored[arm, config], f"{arm} / {config}", margins=margins)
-                    for config in protocol.configs
-                }
-                evidence[arm] = adjusted_law_evidence(results[arm])
-                if arm in LAW_ROLES:
-                    suspected = Arm.OFF in judged and arm is Arm.ON
-                    judged[arm] = judge_law(samples, arm, results[arm])
-                    if suspected and judged[arm].finding.flagged:
-                        judged[Arm.OFF] = judge_reference(samples, results[Arm.OFF], judged[arm].finding)
-            except (MissingSamples, StatisticsError) as refused:
-                refusals.append(f"arm {arm} against the target's law: {refused}")
-
-        def watched(arm: Arm) -> dict[str, Watch]:
-            return {
-                config: watch(scored[arm, config], margin=margins.bias, num_configs=len(protocol.configs))
-                for config in results.get(arm, {})
-                if protocol.sequential
-            }
-
-        both = Arm.OFF in results and Arm.ON in results
-        on_off = protocol.configs if both else ()
-        num_tests = sum(len(own) for own in evidence.get(Arm.ON, {}).values())
-        return cls(
-            judged=judged,
-            evidence=evidence,
-            differences=tuple(
-                line
-                for config in on_off
-                for line in on_minus_off(scored[Arm.ON, config], scored[Arm.OFF, config], f"on minus off / {config}")
-            ),
-            left_out={config: result.left_out for config, result in results.get(Arm.ON, {}).items()},
-            intervals=margin_intervals(evidence.get(Arm.ON, {}), protocol.num_seeds),
-            pit=pd.concat(
-                [_NO_PIT, *(pit_frame(config, arm, scored[arm, config]) for arm in results for config in results[arm])],
-                ignore_index=True,
-            )
-            if results
-            else _NO_PIT,
-            power=power_frame(
-                {config: scored[Arm.ON, config] for config in results.get(Arm.ON, {})}, protocol.num_seeds, num_tests
-            ),
-            watches=watched(Arm.ON),
-            reference_watches=watched(Arm.OFF),
-        )
-
-
 _NOT_FINISHED = "the run did not end by itself; `equivtest run --resume` continues it"
 _NO_VALUES = np.empty(0)
-_NO_PIT = pd.DataFrame(columns=list(PIT_COLUMNS))
 
 
 def _diagnosis(
     protocol: Protocol,
     judged: Sequence[Judged],
-    law: Mapping[Arm, Mapping[str, tuple[Evidence, ...]]],
+    law: Mapping[Arm, LawEvidence],
     joint: Sequence[Evidence],
     options: AnalysisOptions,
 ) -> tuple[str, ...]:
@@ -312,9 +190,13 @@ def _unsettled(
     )
 
 
-def _budget_seeds(protocol: Protocol) -> int:
-    """What a sequential run would have collected."""
-    return BUDGETS[protocol.budget].num_seeds if protocol.budget in BUDGETS else protocol.num_seeds
+def _caveats(protocol: Protocol, law: LawOnArms) -> Iterator[str]:
+    """What a reader must know whatever was found."""
+    budget = BUDGETS.get(protocol.budget)
+    if budget and budget.caveat:
+        yield budget.caveat
+    if law.watches:
+        yield progress_line(law.watches, protocol, budget.num_seeds if budget else protocol.num_seeds)
 
 
 def _ordered_wants(judged: Sequence[Judged], findings: Sequence[Finding], options: AnalysisOptions) -> tuple[Want, ...]:

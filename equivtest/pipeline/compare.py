@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from equivtest.errors import InvalidSetting, MissingSamples, UsageError
-from equivtest.pipeline.families import AnalysisOptions, generator, joint_results, judge_cells
+from equivtest.pipeline.analysis_options import AnalysisOptions
+from equivtest.pipeline.families import generator, joint_results, judge_cells
 from equivtest.pipeline.frames import cells_frame
 from equivtest.pipeline.manifest import FILE_NAME
 from equivtest.records import Arm, Comparison

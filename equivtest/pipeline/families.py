@@ -11,9 +11,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from equivtest.errors import InvalidSetting, MissingSamples
+from equivtest.errors import MissingSamples
+from equivtest.pipeline.analysis_options import LEVEL, AnalysisOptions
 from equivtest.pipeline.law_input import read_scored_tokens
-from equivtest.protocol.budgets import BUDGETS, get_budget
 from equivtest.protocol.plan import Batch, Protocol
 from equivtest.records import Arm, Comparison, Evidence
 from equivtest.rng import stream_key
@@ -21,59 +21,20 @@ from equivtest.samples.keys import shard_path
 from equivtest.samples.reader import read_arm_tokens
 from equivtest.samples.validate import read_keyed_table
 from equivtest.stats.joint import JointResult, joint_family
-from equivtest.stats.law import LawMargins, LawResult, law_family
-from equivtest.stats.marginal import Dependence, MarginalResult, Statistic, marginal_family
+from equivtest.stats.law import law_family
+from equivtest.stats.marginal import MarginalResult, marginal_family
 from equivtest.stats.scored import ScoredTokens
 from equivtest.verdict.facts import LAW_ROLES, ROLES, Confirmation, Finding, Place, Role
 from equivtest.verdict.findings import Cell, confirmation, flagged_cells, flagged_strata, marginal_finding
 from equivtest.verdict.joint_findings import adjusted_joint_evidence, joint_confirmation, joint_finding
-from equivtest.verdict.law_findings import adjusted_law_evidence, law_confirmation, law_finding
-
-LEVEL = 0.05
-"""False discovery rate of the protocol of record."""
+from equivtest.verdict.law_findings import law_confirmation, law_finding
 
 Tokens = npt.NDArray[np.int32]
+LawEvidence = Mapping[str, tuple[Evidence, ...]]
+"""Lines of one arm by config, p-values adjusted over the configs."""
 Stratum = TypeVar("Stratum", bound=tuple[str, str])
 Strata = Mapping[tuple[str, str], Tokens]
 """(config, prompt_id) to token ids [num_seeds, num_positions]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnalysisOptions:
-    """How samples are judged. Part of the manifest, so that a report can be recomputed as it was asked for."""
-
-    statistic: Statistic = "chi2"
-    exact: bool = False
-    dependence: Dependence = "bh"
-    num_permutations: int | None = None
-    confirm: bool = True
-    law: bool = True
-    """Hold every token against the target's law."""
-    bias_margin: float | None = None
-    """None takes the budget's."""
-    pit_margin: float | None = None
-    """None takes the budget's."""
-
-    def __post_init__(self) -> None:
-        if self.num_permutations is not None and not self.by_permutation:
-            raise InvalidSetting("num_permutations", self.num_permutations, "goes with --exact or --statistic max_z")
-        for name in ("bias_margin", "pit_margin"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise InvalidSetting(name, value, "must be between 0 and 1")
-
-    @property
-    def by_permutation(self) -> bool:
-        """Whether p-values come from label permutations."""
-        return self.exact or self.statistic == "max_z"
-
-    def margins(self, budget: str) -> LawMargins:
-        """What an interval must lie inside of, at a budget."""
-        default = get_budget(budget) if budget in BUDGETS else get_budget("gate")
-        return LawMargins(
-            bias=default.bias_margin if self.bias_margin is None else self.bias_margin,
-            pit=default.pit_margin if self.pit_margin is None else self.pit_margin,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,9 +186,8 @@ def judge_joint(samples: RunSamples, comparison: Comparison) -> Judged:
     return Judged(finding=finding, evidence=adjusted_joint_evidence(comparison, results), want=want)
 
 
-def judge_law(samples: RunSamples, arm: Arm, results: Mapping[str, LawResult]) -> Judged:
-    """One arm against the target's law; `results` by config. Raises StatisticsError."""
-    evidence = adjusted_law_evidence(results)
+def judge_law(samples: RunSamples, arm: Arm, evidence: LawEvidence) -> Judged:
+    """One arm against the target's law. Raises StatisticsError."""
     finding, want = law_finding(arm, evidence), None
     if finding.flagged and _confirms(samples, LAW_ROLES[arm]):
         tested = [flag.place for flag in finding.flagged]
@@ -246,10 +206,9 @@ def judge_law(samples: RunSamples, arm: Arm, results: Mapping[str, LawResult]) -
     return Judged(finding=finding, evidence=tuple(line for own in evidence.values() for line in own), want=want)
 
 
-def judge_reference(samples: RunSamples, results: Mapping[str, LawResult], suspect: Finding) -> Judged:
+def judge_reference(samples: RunSamples, evidence: LawEvidence, suspect: Finding) -> Judged:
     """Arm off against its law where arm on has been flagged: on as many fresh seeds, whether or not it was flagged
     itself, so that a law that is slightly wrong for both is not taken for a fault of one."""
-    evidence = adjusted_law_evidence(results)
     finding, want = law_finding(Arm.OFF, evidence), None
     if samples.options.confirm:
         configs = dict.fromkeys(flag.place.config for flag in suspect.flagged)

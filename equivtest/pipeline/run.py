@@ -13,7 +13,7 @@ from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import InvalidSetting, InvalidShard, RunExists, RunNotFound
 from equivtest.files import sole_writer
 from equivtest.pipeline.analyse import Analysis, analyse, check_resolution
-from equivtest.pipeline.families import AnalysisOptions
+from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.manifest import (
     FILE_NAME,
     VERDICT_FILE,

@@ -15,7 +15,7 @@ from equivtest.cli import main as cli_main
 from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS
 from equivtest.cli.run import command as run_command
 from equivtest.engines.base import EngineOptions
-from equivtest.pipeline.families import AnalysisOptions
+from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.run import RunOptions, run
 from tests.pipeline.fake_engine import FakeEngine
 

@@ -7,16 +7,9 @@ import pytest
 
 from equivtest.engines.base import EngineOptions
 from equivtest.errors import InvalidSetting
-from equivtest.pipeline.families import AnalysisOptions
-from equivtest.pipeline.power import (
-    FAMILIES,
-    StudyRow,
-    Subject,
-    closed_form,
-    closed_form_record,
-    simulate,
-    smallest_found,
-)
+from equivtest.pipeline.analysis_options import AnalysisOptions
+from equivtest.pipeline.power import closed_form, closed_form_record
+from equivtest.pipeline.power_study import FAMILIES, StudyRow, Subject, simulate, smallest_found
 from equivtest.pipeline.progress import Silent
 from equivtest.pipeline.run import RunOptions, run
 from equivtest.protocol.budgets import get_budget
