@@ -26,7 +26,7 @@ class GateResult:
     word: Word
     headline: str
     lines: tuple[str, ...]
-    """Gate of record, controls, reasons and next steps."""
+    """Gate of record, controls, diagnosis, reasons and next steps."""
 
     @property
     def exit_code(self) -> int:
@@ -58,6 +58,7 @@ def read_verdict(run_dir: Path) -> GateResult:
             lines=(
                 f"gate of record: {verdict['gate_of_record']['line']}",
                 *(f"{control['name']}: {control['line']}" for control in verdict["controls"]),
+                *(f"diagnosis: {sentence}" for sentence in verdict["diagnosis"]),
                 *verdict["reasons"],
                 *(f"next: {step}" for step in verdict["next_steps"]),
             ),

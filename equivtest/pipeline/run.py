@@ -116,7 +116,7 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
         return score(run_dir, protocol, manifest, engine, batches, listener, "scoring") if scored else manifest
 
     try:
-        clean = True
+        looks: list[Analysis] = []
         for num_seeds, batches in protocol.rounds():
             label = f"collecting, {num_seeds} of {protocol.num_seeds} seeds" if protocol.sequential else "collecting"
             manifest = gather(manifest, batches, label, scored=judging.law)
@@ -124,9 +124,8 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
                 manifest = dataclasses.replace(manifest, used_seeds=num_seeds)
                 manifest.write(run_dir)
             analysis = analyse(run_dir, manifest.judged_protocol, judging)
-            # Equivalence is not taken from the first look at which a flag happens to be gone.
-            clean = clean and not analysis.wants
-            if analysis.different or (analysis.equivalent and clean):
+            looks.append(analysis)
+            if is_enough(looks):
                 break
         protocol = manifest.judged_protocol
         while analysis.wants:
@@ -147,6 +146,13 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
     manifest.with_status(Status.COMPLETE).write(run_dir)
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
+
+
+def is_enough(looks: Sequence[Analysis]) -> bool:
+    """Whether a sequential run may stop after these looks. A difference is enough; equivalence is not taken from the
+    first look at which a flag happens to be gone."""
+    newest = looks[-1]
+    return newest.different or (newest.equivalent and not any(look.wants for look in looks))
 
 
 def _engine_options(options: RunOptions, protocol: Protocol) -> EngineOptions:

@@ -7,7 +7,6 @@ from typing import Literal
 import pandas as pd
 
 from equivtest.records import Arm, Comparison
-from equivtest.report import words
 from equivtest.report.data import ReportData
 
 FLAG_LEVEL = 0.01
@@ -45,18 +44,6 @@ def law_evidence(data: ReportData, config: str) -> pd.DataFrame:
     tests, subjects = list(dict.fromkeys(in_family)), list(LAW_SUBJECTS)
     place = law["name"].map(tests.index) * len(subjects) + law["arm"].map(subjects.index)
     return law.loc[place.sort_values(kind="stable").index]
-
-
-def bias_lines(data: ReportData) -> tuple[str, ...]:
-    """The acceptance bias of arm on, a line for each configuration whose evidence has an interval and a margin."""
-    lines = []
-    for config in data.configs:
-        law = law_evidence(data, config.name)
-        law = law.loc[(law["name"] == "bias") & (law["arm"] == Arm.ON)]
-        for row in law.dropna(subset=["estimate", "ci_low", "ci_high", "margin"]).to_dict("records"):
-            numbers = (float(row[column]) for column in ("estimate", "ci_low", "ci_high", "margin"))
-            lines.append(words.bias_text(config.name, *numbers))
-    return tuple(lines)
 
 
 def is_flagged(adjusted_p: float | None) -> bool:

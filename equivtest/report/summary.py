@@ -10,7 +10,7 @@ from equivtest.files import write_whole
 from equivtest.records import Comparison
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_ROLES, ReportData
-from equivtest.report.select import bias_lines, num_rejected, worst_cells
+from equivtest.report.select import num_rejected, worst_cells
 
 _NUM_WORST = 5
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*_{}\[\]<>|#~])")
@@ -44,10 +44,6 @@ def _lines(data: ReportData) -> Iterator[str]:
         yield "### Diagnosis"
         yield ""
         yield from (f"- {escape(sentence)}" for sentence in data.diagnosis)
-        yield ""
-    biases = bias_lines(data)
-    if biases:
-        yield from (f"- {escape(line)}" for line in biases)
         yield ""
     yield f"Literal gate of record: {escape(data.gate_of_record)}. Exit code {data.exit_code}."
     yield ""

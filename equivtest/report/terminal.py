@@ -12,7 +12,7 @@ from rich.text import Text
 from equivtest.records import Comparison, Word
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_EXPECTS, ReportData
-from equivtest.report.select import bias_lines, num_rejected, worst_cells
+from equivtest.report.select import num_rejected, worst_cells
 
 _STYLES: Mapping[Word, str] = {
     Word.EQUIVALENT: "bold green",
@@ -37,7 +37,6 @@ def verdict_screen(data: ReportData) -> RenderableType:
         parts += [Text(_cell_line(row), style="red" if row["rejected"] else "") for row in worst]
     parts.append(Text())
     parts += [Text(f"- {reason}") for reason in data.reasons]
-    parts += [Text(line) for line in bias_lines(data)]
     if data.diagnosis:
         parts += [Text("diagnosis:", style="dim"), *(Text(f"  {sentence}") for sentence in data.diagnosis)]
     if data.next_steps:

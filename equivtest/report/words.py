@@ -76,17 +76,3 @@ def plural(count: int, noun: str) -> str:
 def power_of_ten(exponent: int) -> str:
     """A tick of a logarithmic axis: `1`, `0.1`, `0.01`, `1e-3`."""
     return f"{10.0**exponent:g}" if exponent > -3 else f"1e{exponent}"
-
-
-def margin_text(low: float, high: float, margin: float) -> str:
-    """Where an interval lies: `inside the margin of 0.01`, `outside the margin of 0.01` or `across` it."""
-    inside, outside = -margin < low and high < margin, low > margin or high < -margin
-    return f"{'inside' if inside else 'outside' if outside else 'across'} the margin of {number_text(margin)}"
-
-
-def bias_text(config: str, estimate: float, low: float, high: float, margin: float) -> str:
-    """The acceptance bias of arm on in one line, with its interval against its margin."""
-    return (
-        f"acceptance bias of on, {config}: {number_text(estimate)} (95 % CI {interval_text((low, high))}), "
-        f"{margin_text(low, high, margin)}"
-    )

@@ -6,6 +6,7 @@ The seeds are fixed, so every test is deterministic. With other seeds a correct 
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ from equivtest.files import sole_writer
 from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.gate import read_verdict
 from equivtest.pipeline.manifest import Manifest, Status, resume_command
-from equivtest.pipeline.run import RunOptions, RunResult, find_run, reanalyse, run
+from equivtest.pipeline.run import RunOptions, RunResult, find_run, is_enough, reanalyse, run
 from equivtest.records import Arm, Word
 from equivtest.verdict.facts import Role
 from tests.pipeline.fake_engine import FakeEngine, FakeScorer
@@ -180,6 +181,17 @@ def test_a_sequential_run_stops_when_the_answer_is_known(tmp_path: Path) -> None
     before = (right.run_dir / "verdict.json").read_bytes()
     reanalyse(right.run_dir)
     assert (right.run_dir / "verdict.json").read_bytes() == before
+
+
+def test_equivalence_is_not_taken_from_a_look_at_which_a_flag_happens_to_be_gone() -> None:
+    def look(*wants: str, different: bool = False, equivalent: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(wants=wants, different=different, equivalent=equivalent)
+
+    silent, flagged, equivalent = look(), look("marginal"), look(equivalent=True)
+    assert is_enough([silent, equivalent])
+    assert not is_enough([flagged, equivalent])
+    assert not is_enough([equivalent, silent])
+    assert is_enough([flagged, look(different=True)])
 
 
 def test_a_sequential_run_needs_a_law(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_a_law_flag_decides_like_any_other_and_the_first_to_stand_is_enough() ->
         Word.DIFFERENT,
         "speculative decoding changes what is sampled: look there",
     )
+    assert verdict.diagnosis == ("look there",)
+    assert "look there" not in verdict.reasons  # said once
     cleared = law_confirmation({"topp95": result(bias=0.5)}, [Place("topp95", test="bias")], num_samples=100)
     assert decide(run_facts(), [*findings(), law_finding(Arm.ON, evidence, cleared)]).word is Word.EQUIVALENT
 
@@ -97,7 +99,9 @@ def interval(low: float, estimate: float, high: float, *, test: str = "bias", ma
 
 def test_an_interval_must_lie_inside_its_margin() -> None:
     inside, crossing = interval(-0.002, 0.001, 0.004), interval(-0.006, 0.004, 0.014)
-    assert decide(run_facts(), findings(), [inside]).word is Word.EQUIVALENT
+    equivalent = decide(run_facts(), findings(), [inside])
+    assert equivalent.word is Word.EQUIVALENT
+    assert "topp95 / bias +0.0010 (95 % CI -0.0020 to 0.0040), inside its margin of 0.01" in equivalent.reasons
     verdict = decide(run_facts(), findings(), [inside, crossing])
     assert (verdict.word, verdict.exit_code) == (Word.INCONCLUSIVE, 3)
     # Half of the width .010 must fit into .006: (10 / 6)^2 times the seeds.
