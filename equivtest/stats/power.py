@@ -84,20 +84,32 @@ def bias_test_power(pilot: Pilot, bias: float, *, seeds: float | None = None, al
     z = S / sqrt(V), S = sum w (1[y = d] - p), V = sum w^2 p (1 - p), w = min(1 / (p (1 - p)), max_weight). Under the
     bias S has mean sum w (p' - p) and variance sum w^2 p' (1 - p'), p' = min(1, p + bias).
     """
-    shift, null, alternative = _moments(pilot, bias)
-    factor = (pilot.num_seeds if seeds is None else seeds) / pilot.num_seeds
-    critical = norm.isf(alpha / 2) * math.sqrt(null * factor)
-    spread = max(math.sqrt(alternative * factor), 1e-12 * critical)
-    return float(norm.sf((critical - shift * factor) / spread) + norm.sf((critical + shift * factor) / spread))
+    root = math.sqrt((pilot.num_seeds if seeds is None else seeds) / pilot.num_seeds)
+    return _two_sided_power(root, _moments(pilot, bias), alpha)
 
 
 def bias_test_seeds(pilot: Pilot, bias: float, *, power: float = 0.9, alpha: float = 0.01) -> float:
     """Seeds with which the bias test finds `bias` with probability `power`; not rounded. Raises InvalidSetting."""
     _check_level(power, alpha)
-    shift, null, alternative = _moments(pilot, bias)
-    # The wrong side's tail is below alpha / 2 and left out.
+    moments = shift, null, alternative = _moments(pilot, bias)
+    # Without the wrong side's tail the root is in closed form; that tail can only lower it.
     root = (norm.isf(alpha / 2) * math.sqrt(null) + norm.isf(1 - power) * math.sqrt(alternative)) / shift
+
+    def missing(less: float) -> float:
+        return power - _two_sided_power(less, moments, alpha)
+
+    # Where a bias spreads S so far that both tails reject without any drift, only the right side's finding counts.
+    if missing(0.0) > 0 > missing(root):
+        root = brentq(missing, 0.0, root, xtol=1e-12)
     return float(pilot.num_seeds * root**2)
+
+
+def _two_sided_power(root: float, moments: tuple[float, float, float], alpha: float) -> float:
+    """P(|z| > critical value) under the bias, at root^2 times the pilot's tokens; rises with root."""
+    shift, null, alternative = moments
+    critical = norm.isf(alpha / 2) * math.sqrt(null)
+    spread = max(math.sqrt(alternative), 1e-12 * critical)
+    return float(norm.sf((critical - shift * root) / spread) + norm.sf((critical + shift * root) / spread))
 
 
 def smallest_bias(pilot: Pilot, *, seeds: float | None = None, power: float = 0.9, alpha: float = 0.01) -> float:

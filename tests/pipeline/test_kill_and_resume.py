@@ -19,7 +19,14 @@ def start(model: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
         "--dtype", "float32", "--early-exit-layers", "2", "--run-dir", str(run_dir), "--no-confirm", "--threads", "1",
         *more,
     ]  # fmt: skip
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A suite that a script started in the background ignores interrupts, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def digests(run_dir: Path) -> dict[str, str]:
