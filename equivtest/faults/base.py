@@ -3,9 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from equivtest.decoder.stages import Stages
+
+
+class Nature(StrEnum):
+    """What a gate has to make of it."""
+
+    FAULT = "fault"
+    """Wrong: must be found."""
+    VARIANT = "variant"
+    """Unusual and right, though somebody called it a bug: must pass."""
+    LOSSY = "lossy"
+    """Trades the law for speed by design: must be found."""
+
+
+class Family(StrEnum):
+    """What can find a fault."""
+
+    MARGINAL = "marginal"
+    """Histograms of each position against plain decoding: the protocol of record."""
+    JOINT = "joint"
+    """Whole samples against plain decoding."""
+    LAW = "law"
+    """Every token against the target's law, by sums and transforms."""
+    SUPPORT = "support"
+    """A token that the law does not hold, or a draft put out that had been rejected."""
+    DUPLICATES = "duplicates"
+    """Samples that repeat."""
+    REPLAY = "replay"
+    """The same seed gives the same text, alone and in any batch, and drafts are drawn from the law they name."""
+    IDENTITY = "identity"
+    """Greedy text is the same with and without speculation."""
+    LOGPROBS = "logprobs"
+    """Reported log-probabilities are those of the law."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a fault needs to show itself."""
+
+    config: str = "topp95"
+    """Sampling configuration."""
+    drafter: str = "early_exit"
+    """early_exit and ngram propose sure drafts, `model` samples them from a law q."""
+    acceptance: str = "chain"
+    draft_len: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +59,22 @@ class Fault:
 
     name: str
     stage: str
-    """The stage it wraps: propose, forward, verify, accept or commit."""
+    """Where the error is: propose, forward, process, verify, accept, report or commit; `streams` for the coins."""
     description: str
     """What is wrong, as a person would report it."""
     wrap: Callable[[Stages], Stages]
+    nature: Nature = Nature.FAULT
+    kind: str = ""
+    """Group of the catalogue."""
+    ids: tuple[int, ...] = ()
+    """Numbers of the public faults that it stands for."""
+    reports: tuple[str, ...] = ()
+    """Where they were reported: "vllm#9834"."""
+    setting: Setting = field(default_factory=Setting)
+    expected: frozenset[Family] = frozenset()
+    """What should find it at the gate budget."""
+    changes_law: bool = True
+    """Whether tokens come from another law; if not, only replay or reports are wrong."""
 
     def __call__(self, stages: Stages) -> Stages:
         return self.wrap(stages)
