@@ -96,22 +96,24 @@ class RequestTable:
         self,
         rows: npt.NDArray[np.int64],  # [B], table rows
         output_token_ids: npt.NDArray[np.int64],  # [B, K+1]
-        emitted: npt.NDArray[np.int64],  # [B]
+        counts: npt.NDArray[np.int64],  # [B], outputs put out
     ) -> npt.NDArray[np.int64]:
-        """[B], `emitted` cut short where an earlier output ends the text: that one is then the last."""
+        """[B], how many of each row's outputs to commit: up to the first that ends its text, which is part of it."""
         if not len(self.rules.stops.token_ids):
-            return emitted
-        stops = self.rules.stop(rows, output_token_ids) & (np.arange(output_token_ids.shape[1]) < emitted[:, None])
-        return np.where(stops.any(axis=1), stops.argmax(axis=1), emitted)
+            return counts
+        stops = self.rules.stop(rows, output_token_ids) & (np.arange(output_token_ids.shape[1]) < counts[:, None])
+        return np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, counts)
 
     def append(
         self,
         rows: npt.NDArray[np.int64],  # [B], table rows, each once
         step: int,
         output_token_ids: npt.NDArray[np.int64],  # [B, K+1]
-        emitted: npt.NDArray[np.int64],  # [B], the first emitted + 1 outputs of a row are committed
+        emitted: npt.NDArray[np.int64],  # [B], accepted drafts
         draft_token_ids: npt.NDArray[np.int64],  # [B, K]
         num_draft: npt.NDArray[np.int32],  # [B]
+        *,
+        counts: npt.NDArray[np.int64] | None = None,  # [B], outputs to commit, at least 1; None: emitted + 1
         logprobs: npt.NDArray[np.float32] | None = None,  # [B, K+1]; needed where a request asks for them
     ) -> int:
         """Commit a step's tokens with how each came about; a stop token that comes last ends its text.
@@ -120,7 +122,8 @@ class RequestTable:
         """
         width = output_token_ids.shape[1]
         slots = np.arange(width)
-        batch_rows, columns = np.nonzero(slots <= emitted[:, None])
+        counts = emitted + 1 if counts is None else counts
+        batch_rows, columns = np.nonzero(slots < counts[:, None])
         requests = rows[batch_rows]
         positions = self.generated[requests] + columns
         drafts_offered = num_draft[batch_rows]
@@ -143,8 +146,8 @@ class RequestTable:
         self._num_drafts[place] = drafts_offered
         if logprobs is not None:
             self._logprobs[place] = logprobs[batch_rows, columns]
-        self.lengths[rows] += emitted + 1
-        self.ended[rows] = self.rules.stop(rows, output_token_ids[np.arange(len(rows)), emitted])
+        self.lengths[rows] += counts
+        self.ended[rows] = self.rules.stop(rows, output_token_ids[np.arange(len(rows)), counts - 1])
         return len(columns)
 
     def generation(self, row: int) -> Generation:

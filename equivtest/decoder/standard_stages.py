@@ -123,13 +123,14 @@ class CommitEmitted:
     """Commits the accepted prefix and the one token after it: `emitted`, never the telemetry. What comes after a stop
     token within them is dropped."""
 
-    def crop(self, step: StepInput, output_token_ids: Int64Array, emitted: Int64Array) -> Int64Array:
-        """[B], `emitted` up to the first token that stops the row's text."""
-        return step.table.up_to_stop(step.requests, output_token_ids, emitted)
+    def crop(self, step: StepInput, output_token_ids: Int64Array, counts: Int64Array) -> Int64Array:
+        """[B], how many of the `counts` outputs of each row are committed: up to the first that stops its text."""
+        return step.table.up_to_stop(step.requests, output_token_ids, counts)
 
     def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
         output_token_ids: Int64Array = accepted.output_token_ids.cpu().numpy()
-        emitted = self.crop(step, output_token_ids, accepted.emitted.cpu().numpy().astype(np.int64))
+        emitted: Int64Array = accepted.emitted.cpu().numpy().astype(np.int64)
+        counts = self.crop(step, output_token_ids, emitted + 1)
         num_tokens = step.table.append(
             step.requests,
             step.index,
@@ -137,10 +138,12 @@ class CommitEmitted:
             emitted,
             drafts.token_ids,
             drafts.num_draft,
-            logprobs,
+            counts=counts,
+            logprobs=logprobs,
         )
-        # The KV holds the fed token and every draft; the accepted ones stay, the last token put out is not fed yet.
-        step.kv.truncate(step.sequences, step.lengths + emitted)
+        # The KV holds the fed token and every draft; the committed ones stay but the last, which is not fed yet, or
+        # never where it ends the text.
+        step.kv.truncate(step.sequences, step.lengths + counts - 1)
         return num_tokens
 
 

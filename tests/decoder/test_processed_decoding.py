@@ -185,8 +185,8 @@ def min_tokens_off_by_one(rules: TokenRules, before: RowTexts, scored: Scored, d
 
 def text_not_cropped(stages: Stages) -> Stages:
     class NotCropped(type(stages.commit)):  # type: ignore[misc]
-        def crop(self, step: StepInput, output_token_ids: np.ndarray, emitted: np.ndarray) -> np.ndarray:
-            return emitted
+        def crop(self, step: StepInput, output_token_ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+            return counts
 
     return dataclasses.replace(stages, commit=NotCropped())
 
