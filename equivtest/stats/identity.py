@@ -28,7 +28,8 @@ def same(
     """Are there more changes than rounding makes?
 
     H0: each of n comparisons differs independently with probability at most `rate`. p is the exact probability that a
-    Binomial(n, rate) variable is at least the number of changes. The statistic is the number of changes, the estimate their share. Raises InsufficientSamples for n = 0.
+    Binomial(n, rate) variable is at least the number of changes. The statistic is that number, the estimate its share.
+    Raises InsufficientSamples for n = 0.
     """
     if num_compared < 1:
         raise InsufficientSamples(f"identity/{name} (comparisons)", num_compared, 1)
