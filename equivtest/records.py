@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,70 @@ class Origin(StrEnum):
     """Drawn from the target after every draft of the round was accepted."""
     PLAIN = "plain"
     """Drawn from the target in a step where no draft was offered."""
+    ENDED = "ended"
+    """No token: the text had stopped before. Samples on disk repeat the stop token there, so that every sample has
+    every position."""
+
+
+class Nature(StrEnum):
+    """What a gate has to make of an altered decoder."""
+
+    CONTROL = "control"
+    """Nothing was altered: must pass."""
+    FAULT = "fault"
+    """Wrong: must be found."""
+    VARIANT = "variant"
+    """Unusual and right, though somebody called it a bug: must pass."""
+    LOSSY = "lossy"
+    """Trades the law for speed by design: must be found."""
+
+    @property
+    def must_be_found(self) -> bool:
+        return self in (Nature.FAULT, Nature.LOSSY)
+
+
+class Family(StrEnum):
+    """Kinds of evidence, each of which may find a faulty decoder."""
+
+    MARGINAL = "marginal"
+    """Histograms of each position against plain decoding: the protocol of record."""
+    JOINT = "joint"
+    """Whole samples against plain decoding."""
+    LAW = "law"
+    """Every token against the target's law, by sums and transforms."""
+    SUPPORT = "support"
+    """A token that the law does not hold, or a draft put out that had been rejected."""
+    DUPLICATES = "duplicates"
+    """Samples that repeat."""
+    REPLAY = "replay"
+    """The same seed gives the same text, alone and in any batch, and drafts are drawn from the law they name."""
+    IDENTITY = "identity"
+    """Greedy text is the same with and without speculation."""
+    LOGPROBS = "logprobs"
+    """Reported log-probabilities are those of the law."""
+
+
+KILL_LEVEL = 1e-3
+"""Adjusted p-value of a family at or below which a decoder counts as found: of a thousand correct decoders that one
+family looks at, it finds one by chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """What one family of evidence said of one decoder."""
+
+    family: Family
+    test: str
+    """The test with the smallest p-value."""
+    p_value: float
+    """Adjusted for every test of the family."""
+    num_tokens: int | None
+    """Tokens of the decoder with which the family finds it, as with all larger numbers that were tried, each twice the
+    one before; None where it does not."""
+
+    @property
+    def found(self) -> bool:
+        return self.p_value <= KILL_LEVEL
 
 
 class Word(StrEnum):
@@ -116,7 +180,11 @@ EXIT_CODES: Mapping[Word, int] = {Word.EQUIVALENT: 0, Word.DIFFERENT: 1, Word.IN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling law: temperature, then top-k, softmax, top-p, min-p, renormalise."""
+    """One request's sampling law.
+
+    First the logits are processed: repetition, frequency and presence penalty, logit bias, then the stop tokens are
+    masked while fewer than `min_tokens` are put out. Then temperature, top-k, softmax, top-p, min-p, renormalise.
+    """
 
     temperature: float = 1.0
     """Divides the logits; 0 is greedy (argmax, lowest id on a tie)."""
@@ -126,6 +194,21 @@ class SamplingParams:
     """Keep the smallest set of most probable tokens with at least this mass, and all ties at the cut."""
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the largest probability."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in prompt or text (Keskar et al. 2019)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for every time the text has it; the prompt does not count."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token that the text has; the prompt does not count."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit) pairs, each id once."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the text; they are part of it."""
+    ignore_eos: bool = True
+    """Whether the model's own end-of-text tokens are tokens like any other. The protocol wants every position of every
+    sample, so this is the default."""
+    min_tokens: int = 0
+    """Nothing that stops a text is put out before so many tokens are."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -136,10 +219,25 @@ class SamplingParams:
             raise InvalidSetting("top_p", self.top_p, "must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise InvalidSetting("min_p", self.min_p, "must be between 0 and 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InvalidSetting("repetition_penalty", self.repetition_penalty, "must be finite and above 0")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise InvalidSetting(name, getattr(self, name), "must be finite")
+        ids = [token_id for token_id, _ in self.logit_bias]
+        if len(set(ids)) < len(ids) or not all(math.isfinite(bias) for _, bias in self.logit_bias):
+            raise InvalidSetting("logit_bias", self.logit_bias, "must be finite and name each token id once")
+        if self.min_tokens < 0:
+            raise InvalidSetting("min_tokens", self.min_tokens, "must be at least 0")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 class Route(NamedTuple):
@@ -156,6 +254,9 @@ class Route(NamedTuple):
 SPEC = Route(True, "")
 
 
+LogprobKind = Literal["raw", "processed"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One generation to make."""
@@ -167,14 +268,19 @@ class Request:
     stream_key: int
     """64-bit key of this request's random streams (`rng.stream_key`)."""
     max_tokens: int
-    """Number of tokens to generate; end-of-text does not stop a request."""
+    """Most tokens to generate; a stop token ends the request before that."""
     seed: int | None = None
     """The user's wish for replay: the same seed gives the same text in any batch. None for protocol samples."""
+    logprobs: LogprobKind | None = None
+    """Report every token's log-probability: raw, of the model's softmax, or processed, of the law it is drawn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One finished request: parallel arrays of length num_tokens, one entry per generated position."""
+    """One finished request: parallel arrays of length num_tokens, one entry per generated position.
+
+    num_tokens is below the request's max_tokens where a stop token ended the text; that token is the last one.
+    """
 
     token_ids: npt.NDArray[np.int32]
     origins: tuple[Origin, ...]
@@ -189,6 +295,8 @@ class Generation:
     num_drafts: npt.NDArray[np.int8]
     """Drafts offered to the request at that step."""
     route: Route
+    logprobs: npt.NDArray[np.float32] | None = None
+    """Log-probability of each token, nats, as the request asked for it; None where it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 """The stages of a step, and what flows between them.
 
-    propose -> forward -> verify -> accept -> commit
+    propose -> forward -> process -> verify -> accept -> report -> commit
 
 Each stage is one small callable that the executor is given. A fault wraps one of them and nothing else changes: the
 step itself holds no switch for it. A wrapper may hand its inner stage an altered record (`dataclasses.replace`), and
@@ -23,6 +23,7 @@ from equivtest.kernels.contract import RowParams, SpecAccept, SpecScratch, Strea
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,13 @@ class ForwardStage(Protocol):
         ...
 
 
+class ProcessStage(Protocol):
+    def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Scored:
+        """What the requests ask of the logits: penalties, bias, no stop token yet. A row's history is what was
+        committed and the drafts before its slot. Gives new logits where it changes any; `scored` keeps the raw ones."""
+        ...
+
+
 class VerifyStage(Protocol):
     def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Tensor:
         """The law of each row: target_probs [B, K+1, vocab_size], a view of the scratch. Stale past num_draft."""
@@ -125,9 +133,19 @@ class AcceptStage(Protocol):
         ...
 
 
+class ReportStage(Protocol):
+    def __call__(
+        self, step: StepInput, drafts: Drafts, scored: Scored, target_probs: Tensor, accepted: SpecAccept
+    ) -> Float32Array | None:
+        """Log-probabilities [B, K+1] of the step's output tokens, as each request asks; anything past them or where a
+        row does not ask. None where no row does. `scored` holds the raw logits."""
+        ...
+
+
 class CommitStage(Protocol):
-    def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept) -> int:
-        """Write the step's tokens to the table and cut each KV sequence back to them. Returns their number."""
+    def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
+        """Write the step's tokens to the table, up to the first that stops a text, and cut each KV sequence back to
+        them. Returns their number."""
         ...
 
 
@@ -137,14 +155,17 @@ class Stages:
 
     propose: ProposeStage
     forward: ForwardStage
+    process: ProcessStage
     verify: VerifyStage
     accept: AcceptStage
+    report: ReportStage
     commit: CommitStage
 
     def run(self, step: StepInput) -> int:
         """One step of the batch. Returns the number of tokens it committed."""
         drafts = self.propose(step)
         scored = self.forward(step, drafts)
-        target_probs = self.verify(step, drafts, scored)
+        target_probs = self.verify(step, drafts, self.process(step, drafts, scored))
         accepted = self.accept(step, drafts, target_probs)
-        return self.commit(step, drafts, accepted)
+        logprobs = self.report(step, drafts, scored, target_probs, accepted)
+        return self.commit(step, drafts, accepted, logprobs)

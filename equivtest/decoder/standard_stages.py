@@ -9,7 +9,7 @@ from torch import Tensor
 from equivtest.decoder.acceptance import RoutedAcceptance, acceptance_rule
 from equivtest.decoder.drafters.base import Drafter
 from equivtest.decoder.model import Model
-from equivtest.decoder.stages import Drafts, Int64Array, Scored, Stages, StepInput
+from equivtest.decoder.stages import Drafts, Float32Array, Int64Array, Scored, Stages, StepInput
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.contract import KernelBackend, SpecAccept
 
@@ -53,6 +53,13 @@ class RaggedForward:
         return Scored(self.model.logits(hidden), batch_rows, slots)
 
 
+class ProcessLogits:
+    """Penalties, bias and the ban on stop tokens, row by row."""
+
+    def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Scored:
+        return scored
+
+
 class LawVerify:
     """The law of every row, written to its place in the scratch; rows that `backend` cannot represent by the other."""
 
@@ -78,10 +85,19 @@ class LawVerify:
         return target_probs
 
 
+class ReportLogprobs:
+    """Log-probabilities of what is put out, for the requests that ask for them."""
+
+    def __call__(
+        self, step: StepInput, drafts: Drafts, scored: Scored, target_probs: Tensor, accepted: SpecAccept
+    ) -> Float32Array | None:
+        return None
+
+
 class CommitEmitted:
     """Commits the accepted prefix and the one token after it: `emitted`, never the telemetry."""
 
-    def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept) -> int:
+    def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
         emitted: Int64Array = accepted.emitted.cpu().numpy().astype(np.int64)
         num_tokens = step.table.append(
             step.requests,
@@ -109,7 +125,9 @@ def standard_stages(
     return Stages(
         propose=DrafterPropose(drafter),
         forward=RaggedForward(model),
+        process=ProcessLogits(),
         verify=LawVerify(backend, plain),
         accept=RoutedAcceptance(acceptance_rule(acceptance, backend), plain),
+        report=ReportLogprobs(),
         commit=CommitEmitted(),
     )

@@ -35,7 +35,7 @@ class EngineOptions:
     draft_len: int = 2
     """Most drafts a row is offered in one step."""
     early_exit_layers: int | None = None
-    """Layers of the early_exit drafter; None: all but one in fifteen of the model's."""
+    """Layers of the drafters early_exit and sampled_exit; None: all but one in fifteen of the model's."""
     draft_model: str | None = None
     """The small model of the `model` drafter, named as `model` is."""
     acceptance: str = "chain"
@@ -52,12 +52,13 @@ class EngineOptions:
             raise InvalidSetting("device", self.device, f"must be one of {', '.join(DEVICES)}")
         if self.draft_len < 1:
             raise InvalidSetting("draft_len", self.draft_len, "must be at least 1")
-        for option, value, drafter in (
-            ("early_exit_layers", self.early_exit_layers, "early_exit"),
-            ("draft_model", self.draft_model, "model"),
+        for option, value, drafters in (
+            ("early_exit_layers", self.early_exit_layers, ("early_exit", "sampled_exit")),
+            ("draft_model", self.draft_model, ("model",)),
         ):
-            if value is not None and self.drafter != drafter:
-                raise InvalidSetting(option, value, f"goes with the {drafter} drafter, not with {self.drafter}")
+            if value is not None and self.drafter not in drafters:
+                words = " or ".join(drafters)
+                raise InvalidSetting(option, value, f"goes with the {words} drafter, not with {self.drafter}")
         if self.max_batch < 1:
             raise InvalidSetting("max_batch", self.max_batch, "must be at least 1")
         if self.threads is not None and self.threads < 1:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from equivtest.decoder.stages import Stages
+from equivtest.records import Family as Family
+from equivtest.records import Nature as Nature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a fault needs to show itself."""
+
+    config: str = "topp95"
+    """Sampling configuration."""
+    drafter: str = "early_exit"
+    """early_exit and ngram propose sure drafts, `model` samples them from a law q."""
+    acceptance: str = "chain"
+    draft_len: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,10 +28,22 @@ class Fault:
 
     name: str
     stage: str
-    """The stage it wraps: propose, forward, verify, accept or commit."""
+    """Where the error is: propose, forward, process, verify, accept, report or commit; `streams` for the coins."""
     description: str
     """What is wrong, as a person would report it."""
     wrap: Callable[[Stages], Stages]
+    nature: Nature = Nature.FAULT
+    kind: str = ""
+    """Group of the catalogue."""
+    ids: tuple[int, ...] = ()
+    """Numbers of the public faults that it stands for."""
+    reports: tuple[str, ...] = ()
+    """Where they were reported: "vllm#9834"."""
+    setting: Setting = field(default_factory=Setting)
+    expected: frozenset[Family] = frozenset()
+    """What should find it at the gate budget."""
+    changes_law: bool = True
+    """Whether tokens come from another law; if not, only replay or reports are wrong."""
 
     def __call__(self, stages: Stages) -> Stages:
         return self.wrap(stages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from equivtest.errors import InvalidSetting
@@ -24,6 +24,8 @@ CONFIRMATION_FACTOR = 4
 
 INFLATED_ACCEPTANCE = "inflated_acceptance"
 """The fault that a run plants unless it is asked for another."""
+
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
 Batch = tuple[ShardKey, ...]
 """Shards of one arm and config that are generated together, at most BATCH_SAMPLES samples."""
@@ -146,7 +148,12 @@ class Protocol:
             "prompt_set_sha256": self.prompt_set_sha256,
             "prompts": [{"id": prompt.id, "messages": prompt.conversation} for prompt in self.prompts],
             "configs": {
-                name: {field: getattr(CONFIGS[name], field) for field in ("temperature", "top_k", "top_p", "min_p")}
+                name: {
+                    field.name: getattr(CONFIGS[name], field.name)
+                    for field in fields(CONFIGS[name])
+                    # What came later is named where it is used: the fingerprints of older runs still hold.
+                    if field.name in _FILTERS or getattr(CONFIGS[name], field.name) != field.default
+                }
                 for name in self.configs
             },
             "budget": self.budget,

@@ -131,7 +131,9 @@ class _Rows:
 
     def broken_claims(self, key: ShardKey) -> Iterator[tuple[str, BoolArray]]:
         """Each claim a valid shard keeps, in the words of its violation, and the rows that break it."""
-        accepted, recovered, bonus, plain = (self._is(origin) for origin in Origin)
+        accepted, recovered, bonus, plain = (
+            self._is(origin) for origin in (Origin.ACCEPTED, Origin.RECOVERED, Origin.BONUS, Origin.PLAIN)
+        )
         in_block = (self.slot >= 0) & (self.slot < self.num_draft)
         yield "unknown origin", ~(accepted | recovered | bonus | plain)
         for name in ("token_id", "step", "batch_row", "num_draft"):

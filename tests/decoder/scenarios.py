@@ -19,7 +19,7 @@ from equivtest.records import Generation, Request, SamplingParams
 from equivtest.rng import stream_key
 from tests.decoder.tiny_models import tiny_model
 
-DRAFTERS = ("ngram", "early_exit", "self", "model")
+DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model")
 CONFIGS = {
     "topp95": SamplingParams(temperature=0.8, top_p=0.95),
     "topk50": SamplingParams(temperature=1.0, top_k=50),

@@ -12,7 +12,7 @@ import torch
 from equivtest.decoder.acceptance import acceptance_rule, known_rules
 from equivtest.decoder.executor import Executor
 from equivtest.decoder.request_table import RequestTable
-from equivtest.decoder.stages import Drafts, Scored, Stages, StepInput
+from equivtest.decoder.stages import Drafts, Float32Array, Scored, Stages, StepInput
 from equivtest.errors import InvalidKernelInput, UnknownName
 from equivtest.kernels.contract import SpecAccept
 from equivtest.kernels.registry import get_backend
@@ -122,8 +122,8 @@ def test_a_cache_that_keeps_a_rejected_draft_is_seen() -> None:
     """The twin: the first rejection leaves one row too many in the cache."""
 
     def keep_a_row(stages: Stages) -> Stages:
-        def commit(step: StepInput, drafts: Drafts, accepted: SpecAccept) -> int:
-            num_tokens = stages.commit(step, drafts, accepted)
+        def commit(step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
+            num_tokens = stages.commit(step, drafts, accepted, logprobs)
             rejected = step.sequences[accepted.emitted.numpy() < drafts.num_draft]
             if step.index == 0:
                 step.kv.extend(rejected, np.ones_like(rejected))  # the row still holds the rejected draft
