@@ -93,9 +93,9 @@ def diagnose(
     """What is wrong with one config, and where to look; empty where nothing is flagged. The first is the cause.
 
     on, off: lines of the law family, empty where the law is not known; joint: lines of the joint family of arm off
-    against arm on; identity: lines of the identity checks of arm on; alternatives: lines of other laws on arm on, where
-    they were made. A line is flagged where its adjusted p-value (the p-value where there is none) is below alpha. Raises
-    InvalidSetting where a name comes twice, as when lines of two configs are mixed.
+    against arm on; identity: lines of the identity checks of arm on; alternatives: lines of other laws on arm on. A line
+    is flagged where its adjusted p-value (the p-value where there is none) is below alpha. Raises InvalidSetting where a
+    name comes twice, as when lines of two configs are mixed.
     """
     same = _lines(identity, alpha)
     drafts = _proposal(same)
@@ -150,7 +150,7 @@ _MUCH_BETTER = 15.0
 
 
 def _another_law(alternatives: Sequence[Evidence]) -> tuple[Diagnosis, ...]:
-    """The alternative that explains the tokens of each kind of row best, if it explains them; the same ones together."""
+    """The alternative that explains the tokens of each kind of row best, if any does; the same ones together."""
     best: dict[str, list[Evidence]] = {}
     for rows in dict.fromkeys(line.stratum for line in alternatives):
         fitting = [
