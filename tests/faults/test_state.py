@@ -36,7 +36,7 @@ def test_it_changes_drafted_rows_alone_and_leaves_nothing_behind(name: str) -> N
 
 
 class CacheProbe:
-    """After every forward: what a recovered token's place holds, and what its draft and the token itself wrote there."""
+    """After every forward: what a recovered token's place holds, what the rejected draft wrote there and what it did."""
 
     def __init__(self) -> None:
         self.held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -97,13 +97,23 @@ def test_a_rejected_drafts_keys_and_values_stay_in_the_recovered_tokens_place() 
         assert not torch.equal(now, draft)
 
 
+class Recording(PagedKVCache):
+    """Remembers what it said."""
+
+    batches: tuple[RaggedBatch, ...] = ()
+
+    def extend(self, sequences: np.ndarray, num_new: np.ndarray) -> RaggedBatch:
+        self.batches = (*self.batches, super().extend(sequences, num_new))
+        return self.batches[-1]
+
+
 def handed_on(name: str, *, lengths: list[int], new: list[int], fork_at: int) -> tuple[RaggedBatch, RaggedBatch]:
     """The page table and lengths of one forward, right and as the fault hands them on.
 
     A root of fork_at tokens is forked once a row and each fork extended to its length; pages have 4 tokens.
     """
     config = tiny_config(layers=1, heads=1, kv_heads=1, head_dim=2, max_position=64)
-    kv = PagedKVCache(config, num_pages=40, max_sequences=8, page_size=4, dtype=torch.float32)
+    kv = Recording(config, num_pages=40, max_sequences=8, page_size=4, dtype=torch.float32)
     root = kv.new_sequence()
     if fork_at:
         kv.extend(np.array([root]), np.array([fork_at]))
@@ -113,9 +123,7 @@ def handed_on(name: str, *, lengths: list[int], new: list[int], fork_at: int) ->
 
     def forward(step: StepInput, drafts: Drafts) -> Scored:
         assert step.kv.page_size == 4  # everything but `extend` is the cache's own
-        before = kv.lengths(sequences)
         seen.append(step.kv.extend(sequences, drafts.num_draft.astype(np.int64) + 1))
-        kv.truncate(sequences, before)
         return cast("Scored", None)
 
     @dataclasses.dataclass(frozen=True)
@@ -123,9 +131,8 @@ def handed_on(name: str, *, lengths: list[int], new: list[int], fork_at: int) ->
         kv: PagedKVCache
 
     drafts = Drafts(np.zeros((len(new), max(new)), np.int64), np.array(new, np.int32), None)
-    for forward_stage in (forward, named(FAULTS, name)(stages_of(forward=forward)).forward):
-        forward_stage(cast("StepInput", Step(kv)), drafts)
-    right, wrong = seen
+    named(FAULTS, name)(stages_of(forward=forward)).forward(cast("StepInput", Step(kv)), drafts)
+    right, wrong = kv.batches[-1], seen[0]
     torch.testing.assert_close(right.slots, wrong.slots)
     torch.testing.assert_close(right.positions, wrong.positions)
     return right, wrong

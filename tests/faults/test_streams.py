@@ -203,7 +203,7 @@ def sampling_stages(fault: Fault | None) -> Fault | None:
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_one_coin_judges_every_draft_of_a_round(declared: bool) -> None:
-    """Exactly those that the first coin keeps, up to the first that it does not; the twin keeps by coins of their own."""
+    """Exactly those that the first coin keeps, up to the first that it does not; the twin has a coin for each."""
     drafts = sampled_drafts(Q.expand(3, 3), 4_000, declared=declared)
     played = Round(P.expand(4, 3), drafts)
     ratio = P.double().numpy()[drafts.token_ids] / (Q.double().numpy()[drafts.token_ids] if declared else 1.0)
