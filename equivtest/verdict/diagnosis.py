@@ -93,8 +93,8 @@ def diagnose(
     """What is wrong with one config, and where to look; empty where nothing is flagged. The first is the cause.
 
     on, off: lines of the law family, empty where the law is not known; joint: lines of the joint family of arm off
-    against arm on; identity: lines of the identity checks of arm on; alternatives: lines of other laws on arm on. A line
-    is flagged where its adjusted p-value (the p-value where there is none) is below alpha. Raises InvalidSetting where a
+    against arm on; identity: lines of its identity checks; alternatives: lines of other laws on arm on. A line is
+    flagged where its adjusted p-value (the p-value where there is none) is below alpha. Raises InvalidSetting where a
     name comes twice, as when lines of two configs are mixed.
     """
     same = _lines(identity, alpha)
