@@ -153,12 +153,14 @@ class _Study:
 
     def outcomes(self, subjects: Sequence[Fault]) -> tuple[Outcome, ...]:
         waiting: dict[str, Callable[[], Outcome]] = {}
-        done = 0
+        done, started = 0, time.perf_counter()
         for setting, own in _by_decoder(subjects):
             engine = self._engine(setting)
             for fault in own:
+                left = (time.perf_counter() - started) / done * (len(subjects) - done) if done else None
                 done += 1
-                self._listener.message(f"[{done}/{len(subjects)}] {fault.name}: {fault.description}")
+                about = "" if left is None else f" (about {left / 60:.0f} min left)"
+                self._listener.message(f"[{done}/{len(subjects)}] {fault.name}: {fault.description}{about}")
                 self._gather_plain(engine, fault.setting.config)
                 waiting[fault.name] = self._sampled(engine, fault)
         self._listener.message("judging")
@@ -200,7 +202,7 @@ class _Study:
             return
         folder, protocol = self._run_dir / "plain" / config, self._own(config, "plain")
         batches = list(large_batches(shards_of(protocol, Arm.OFF, config), self._options.batch))
-        gather(folder, protocol, engine, batches, self._listener, f"plain decoding, {config}")
+        gather(folder, protocol, engine, batches, Silent(), f"plain decoding, {config}")
         self._plain[config] = self._pool.submit(judge, folder, None, protocol, config, Arm.OFF)
 
     def _sampled(self, engine: Engine, fault: Fault) -> Callable[[], Outcome]:
@@ -209,7 +211,7 @@ class _Study:
         protocol = self._own(config, fault.name)
         batches = list(large_batches(shards_of(protocol, Arm.BIASED, config), self._options.batch))
         try:
-            gather(folder, protocol, engine, batches, self._listener, fault.name, fault=fault)
+            gather(folder, protocol, engine, batches, Silent(), fault.name, fault=fault)
             lines = self._identity(engine, protocol, fault)
             instead = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
         except EquivtestError as error:
