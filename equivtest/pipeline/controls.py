@@ -7,7 +7,6 @@ evidence, and must come out as its nature says: faults and lossy rules found, co
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,10 +19,11 @@ from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import EquivtestError, UnknownName
 from equivtest.faults import NOT_EXPRESSIBLE, catalogue, load_faults
 from equivtest.faults.base import Fault, Setting
-from equivtest.files import sole_writer, write_whole
+from equivtest.files import sole_writer
 from equivtest.pipeline.alternatives import alternative_evidence
 from equivtest.pipeline.identity import identity_evidence
 from equivtest.pipeline.kills import Judgement, identity_kills, judge
+from equivtest.pipeline.live_evidence import IDENTITY_FILE, keep_lines, kept_lines
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
 from equivtest.pipeline.one_arm import gather, large_batches, shards_of
 from equivtest.pipeline.progress import Listener, Silent
@@ -37,8 +37,6 @@ from equivtest.verdict.diagnosis import Diagnosis, diagnose
 
 SMOKE = Budget(name="smoke", num_prompts=4, num_positions=24, num_seeds=128, epsilon=0.1)
 """Larger than a run's: the catalogue is made for a small model, which is fast, and has subtle faults in it."""
-
-_IDENTITY_FILE = "identity.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,12 +226,10 @@ class _Study:
         return judged
 
     def _identity(self, engine: Engine, protocol: Protocol, fault: Fault) -> tuple[Evidence, ...]:
-        path = self._run_dir / fault.name / _IDENTITY_FILE
-        if path.exists():
-            return tuple(Evidence(**line) for line in json.loads(path.read_text("utf-8")))
-        lines = identity_evidence(engine, protocol, fault.setting.config, fault)
-        write_whole(path, json.dumps([dataclasses.asdict(line) for line in lines]) + "\n")
-        return lines
+        path, config = self._run_dir / fault.name / IDENTITY_FILE, fault.setting.config
+        if not path.exists():
+            keep_lines(path, {config: identity_evidence(engine, protocol, config, fault)})
+        return kept_lines(path)[config]
 
     def _own(self, config: str, name: str) -> Protocol:
         """The protocol of one subject. Each has streams of its own: chance must not strike all of them together."""
