@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +72,19 @@ class FinishedSamples:
         )
 
 
+class Reading(NamedTuple):
+    """How a decoder might have read its own rows; the default is right. Another one makes another law to hold tokens
+    against, to find out what a faulty decoder did."""
+
+    row: int = 0
+    """The law of a token is read from the row so many tokens later: -1 is the row before its own."""
+    history_lag: int = 0
+    """The newest so many tokens of the text are not in the history that penalties look at."""
+
+
+RIGHT = Reading()
+
+
 class Scorer:
     """Scores samples in batches of bounded memory. A sample's columns do not depend on its batch-mates, but for
     rounding of the forward. Not for use from two threads."""
@@ -104,8 +118,16 @@ class Scorer:
         self._draft_probs = None if draft_model is None else torch.empty_like(self._probs)
 
     @torch.inference_mode()
-    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+    def score(
+        self,
+        samples: FinishedSamples,
+        *,
+        on_tokens: Callable[[int], None] | None = None,
+        reading: Reading = RIGHT,
+    ) -> LawColumns:
         """The law columns of the samples, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens.
+
+        With a `reading` of another row, tokens that have no such row are held against their own.
 
         Raises UnsupportedSampling when the backend cannot represent the parameters, InvalidSetting for token ids
         outside the vocabulary (those of the parameters too) or a text longer than the model's context.
@@ -123,7 +145,7 @@ class Scorer:
         parts = []
         for start in range(0, num_samples, batch):
             part = samples.take(order[start : start + batch])
-            parts.append(self._score_batch(part, rules))
+            parts.append(self._score_batch(part, rules, reading))
             if on_tokens is not None:
                 on_tokens(part.token_ids.size)
         back = np.argsort(order)
@@ -134,14 +156,15 @@ class Scorer:
             }
         )
 
-    def _score_batch(self, samples: FinishedSamples, rules: TokenRules) -> LawColumns:
+    def _score_batch(self, samples: FinishedSamples, rules: TokenRules, reading: Reading) -> LawColumns:
         shape = samples.token_ids.shape
         lengths = _lengths(samples.token_ids, rules)
         prefixes = SharedPrefixes.of(samples.token_ids, lengths)
         hidden = self._target.hidden(samples, prefixes)
         draft_hidden = None if self._drafter is None else self._drafter.hidden(samples, prefixes)
-        before = _texts(samples, prefixes)
-        token_ids, draft_ids, node = samples.token_ids.ravel(), samples.draft_token_ids.ravel(), prefixes.node.ravel()
+        before = _texts(samples, prefixes, reading.history_lag)
+        token_ids, draft_ids = samples.token_ids.ravel(), samples.draft_token_ids.ravel()
+        node = _shifted(prefixes.node, reading.row).ravel()
         positions = np.arange(shape[1])
         coins = [
             uniforms(samples.stream_keys[:, None], positions, Purpose.SCORE, draw=draw).ravel() for draw in range(2)
@@ -218,8 +241,16 @@ def _lengths(token_ids: Int64Array, rules: TokenRules) -> Int64Array:
     return lengths
 
 
-def _texts(samples: FinishedSamples, prefixes: SharedPrefixes) -> RowTexts:
-    """What stands before each node: the prompt, and the tokens of the first sample that has it."""
+def _shifted(node: Int64Array, row: int) -> Int64Array:
+    """The node so many positions later in each sample; its own at positions that have none, or whose text has ended."""
+    positions = np.arange(node.shape[1]) + row
+    there = np.where((positions >= 0) & (positions < node.shape[1]), positions, np.arange(node.shape[1]))
+    moved = node[:, there]
+    return np.where((node < 0) | (moved < 0), node, moved)
+
+
+def _texts(samples: FinishedSamples, prefixes: SharedPrefixes, history_lag: int) -> RowTexts:
+    """What stands before each node: the prompt, and the tokens of the first sample that has it but for the newest."""
     rows, positions = np.nonzero(prefixes.is_new)
     prompt = np.broadcast_to(
         np.array(samples.prompt_token_ids), (len(samples.token_ids), len(samples.prompt_token_ids))
@@ -230,7 +261,7 @@ def _texts(samples: FinishedSamples, prefixes: SharedPrefixes) -> RowTexts:
         texts=np.concatenate([prompt, samples.token_ids], axis=1),
         rows=rows,
         prompt_lengths=prompt_lengths,
-        lengths=prompt_lengths + positions,
+        lengths=prompt_lengths + np.maximum(positions - history_lag, 0),
     )
 
 

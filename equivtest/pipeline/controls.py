@@ -21,6 +21,7 @@ from equivtest.errors import EquivtestError, UnknownName
 from equivtest.faults import NOT_EXPRESSIBLE, catalogue, load_faults
 from equivtest.faults.base import Fault, Setting
 from equivtest.files import sole_writer, write_whole
+from equivtest.pipeline.alternatives import alternative_evidence
 from equivtest.pipeline.identity import identity_evidence
 from equivtest.pipeline.kills import Judgement, identity_kills, judge
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
@@ -210,6 +211,7 @@ class _Study:
         try:
             gather(folder, protocol, engine, batches, self._listener, fault.name, fault=fault)
             lines = self._identity(engine, protocol, fault)
+            instead = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
         except EquivtestError as error:
             refusal = f"{type(error).__name__}: {error}"
             return lambda: _outcome(fault, refused=refusal)
@@ -218,7 +220,7 @@ class _Study:
 
         def judged() -> Outcome:
             mine, plain = future.result(), self._plain[config].result()
-            said = diagnose(mine.law, off=plain.law, joint=mine.joint, identity=lines)
+            said = diagnose(mine.law, off=plain.law, joint=mine.joint, identity=lines, alternatives=instead)
             return _outcome(fault, kills=(*mine.kills, *identity_kills(lines)), diagnosis=said)
 
         return judged

@@ -86,15 +86,16 @@ def diagnose(
     off: Sequence[Evidence] = (),
     joint: Sequence[Evidence] = (),
     identity: Sequence[Evidence] = (),
+    alternatives: Sequence[Evidence] = (),
     *,
     alpha: float = 0.01,
 ) -> tuple[Diagnosis, ...]:
     """What is wrong with one config, and where to look; empty where nothing is flagged. The first is the cause.
 
     on, off: lines of the law family, empty where the law is not known; joint: lines of the joint family of arm off
-    against arm on; identity: lines of the identity checks of arm on, where they were made. A line is flagged where its
-    adjusted p-value (the p-value where there is none) is below alpha. Raises InvalidSetting where a name comes twice,
-    as when lines of two configs are mixed.
+    against arm on; identity: lines of its identity checks; alternatives: lines of other laws on arm on. A line is
+    flagged where its adjusted p-value (the p-value where there is none) is below alpha. Raises InvalidSetting where a
+    name comes twice, as when lines of two configs are mixed.
     """
     same = _lines(identity, alpha)
     drafts = _proposal(same)
@@ -103,7 +104,7 @@ def diagnose(
         return (*drafts, *_off_sentences(_lines(off, alpha), reference))
     law = _law_sentences(_lines(on, alpha))
     if law:
-        return (*drafts, *law)
+        return (*drafts, *_another_law(alternatives), *law)
     whole = _joint_sentence(_lines(joint, alpha))
     if whole and on:
         whole = whole._replace(
@@ -120,6 +121,54 @@ def _proposal(same: _Lines) -> tuple[Diagnosis, ...]:
         "with: look at what the drafter draws from, and what it stores"
     )
     return (Diagnosis("propose", sentence),)
+
+
+_INSTEAD = {
+    "raw": ("verify", "the law of the raw logits", "temperature and filters"),
+    "no_temperature": ("verify", "the law at temperature 1", "where the temperature is applied"),
+    "no_top_k": ("verify", "the law without top_k", "where filters are applied"),
+    "no_top_p": ("verify", "the law without top_p", "where filters are applied"),
+    "no_min_p": ("verify", "the law without min_p", "where filters are applied"),
+    "greedy": ("verify", "the argmax", "what turns logits into probabilities"),
+    "no_processing": ("process", "the law without penalties, bias and min_tokens", "where logits are processed"),
+    "no_penalties": ("process", "the law without penalties", "where penalties are applied"),
+    "no_repetition_penalty": ("process", "the law without repetition penalty", "where penalties are applied"),
+    "no_frequency_penalty": ("process", "the law without frequency penalty", "where penalties are applied"),
+    "no_presence_penalty": ("process", "the law without presence penalty", "where penalties are applied"),
+    "no_logit_bias": ("process", "the law without logit bias", "where the bias is added"),
+    "no_min_tokens": ("process", "the law without min_tokens", "the mask of stop tokens"),
+    "min_tokens_long": ("process", "the law with min_tokens one too large", "the mask of stop tokens"),
+    "min_tokens_short": ("process", "the law with min_tokens one too small", "the mask of stop tokens"),
+    "stale_history": ("process", "penalties that do not know the drafts before in the block", "their history"),
+    "row_before": ("verify", "the law of the row before their own", "how rows are told apart"),
+    "row_after": ("verify", "the law of the row after their own", "how rows are told apart"),
+}
+"""What each alternative law says of a decoder: the stage, what its tokens follow, and what to look at."""
+
+_MUCH_BETTER = 15.0
+"""Nats of log-likelihood from which an alternative counts: odds of three million to one."""
+
+
+def _another_law(alternatives: Sequence[Evidence]) -> tuple[Diagnosis, ...]:
+    """The alternative that explains the tokens of each kind of row best, if any does; the same ones together."""
+    best: dict[str, list[Evidence]] = {}
+    for rows in dict.fromkeys(line.stratum for line in alternatives):
+        fitting = [
+            line
+            for line in alternatives
+            if line.stratum == rows and line.name in _INSTEAD and line.p_value > 1e-4 and line.statistic > _MUCH_BETTER
+        ]
+        if fitting:
+            line = max(fitting, key=lambda one: one.statistic)
+            best.setdefault(line.name, []).append(line)
+    said = []
+    for name, lines in sorted(best.items(), key=lambda item: -sum(line.statistic for line in item[1])):
+        stage, law, look = _INSTEAD[name]
+        rows = " and ".join(line.stratum for line in lines)
+        gain = sum(line.statistic for line in lines) / sum(line.num_tokens for line in lines)
+        sentence = f"tokens of {rows} rows follow {law} ({gain:.3f} nat a token better than their own): look at {look}"
+        said.append(Diagnosis(stage, sentence))
+    return tuple(said)
 
 
 def _not_the_same(same: _Lines) -> tuple[Diagnosis, ...]:
