@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from equivtest.bench.tiny_text import END, Chat, sample_text
@@ -103,8 +103,8 @@ def write_folder(path: Path, config: dict[str, Any], model: Any, tokenizer: Toke
     write_whole(path / "config.json", json.dumps(config | {"dtype": "bfloat16"}, indent=2) + "\n")
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
     del weights["lm_head.weight"]
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    tokenizer.save(str(path / "tokenizer.json"), pretty=False)
+    write_whole(path / "model.safetensors", save(weights, metadata={"format": "pt"}))
+    write_whole(path / "tokenizer.json", tokenizer.to_str())
     table = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,

@@ -30,12 +30,12 @@ class OtherProcessing:
 
     def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Scored:
         processed = self.inner(step, drafts, scored)
-        if processed.logits is scored.logits:
-            return processed  # no request asks for any
+        if not step.table.rules.asks_processing:
+            return processed
         wrong = np.flatnonzero(self.rows(step, drafts)[scored.batch_rows, scored.slots])
         rules, before = self.change(step.table.rules, row_texts(step, drafts, scored), scored)
         at = torch.from_numpy(wrong).to(scored.logits.device)
-        logits = processed.logits.clone()
+        logits = processed.logits.to(torch.promote_types(processed.logits.dtype, torch.float32), copy=True)
         logits[at] = process_logits(scored.logits, rules, before)[at].to(logits.dtype)
         return processed._replace(logits=logits)
 
@@ -49,10 +49,9 @@ def process_otherwise(
 
 
 def _no_rules(rules: TokenRules, before: RowTexts, scored: Scored) -> tuple[TokenRules, RowTexts]:
-    # The bias is set to 0 rather than its tokens taken away, so that the arrays keep their shape.
     rules, _ = _no_penalties(rules, before, scored)
-    nothing = {"bias": np.zeros_like(rules.bias), "min_tokens": np.zeros_like(rules.min_tokens)}
-    return dataclasses.replace(rules, **nothing), before
+    bias, min_tokens = np.zeros_like(rules.bias), np.zeros_like(rules.min_tokens)
+    return dataclasses.replace(rules, bias=bias, min_tokens=min_tokens), before
 
 
 def _no_penalties(rules: TokenRules, before: RowTexts, scored: Scored) -> tuple[TokenRules, RowTexts]:

@@ -7,7 +7,6 @@ evidence, and must come out as its nature says: faults and lossy rules found, co
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,10 +19,11 @@ from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import EquivtestError, UnknownName
 from equivtest.faults import NOT_EXPRESSIBLE, catalogue, load_faults
 from equivtest.faults.base import Fault, Setting
-from equivtest.files import sole_writer, write_whole
+from equivtest.files import sole_writer
 from equivtest.pipeline.alternatives import alternative_evidence
 from equivtest.pipeline.identity import identity_evidence
 from equivtest.pipeline.kills import Judgement, identity_kills, judge
+from equivtest.pipeline.live_evidence import IDENTITY_FILE, keep_lines, kept_lines
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
 from equivtest.pipeline.one_arm import gather, large_batches, shards_of
 from equivtest.pipeline.progress import Listener, Silent
@@ -37,8 +37,6 @@ from equivtest.verdict.diagnosis import Diagnosis, diagnose
 
 SMOKE = Budget(name="smoke", num_prompts=4, num_positions=24, num_seeds=128, epsilon=0.1)
 """Larger than a run's: the catalogue is made for a small model, which is fast, and has subtle faults in it."""
-
-_IDENTITY_FILE = "identity.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +151,14 @@ class _Study:
 
     def outcomes(self, subjects: Sequence[Fault]) -> tuple[Outcome, ...]:
         waiting: dict[str, Callable[[], Outcome]] = {}
-        done = 0
+        done, started = 0, time.perf_counter()
         for setting, own in _by_decoder(subjects):
             engine = self._engine(setting)
             for fault in own:
+                left = (time.perf_counter() - started) / done * (len(subjects) - done) if done else None
                 done += 1
-                self._listener.message(f"[{done}/{len(subjects)}] {fault.name}: {fault.description}")
+                about = "" if left is None else f" (about {left / 60:.0f} min left)"
+                self._listener.message(f"[{done}/{len(subjects)}] {fault.name}: {fault.description}{about}")
                 self._gather_plain(engine, fault.setting.config)
                 waiting[fault.name] = self._sampled(engine, fault)
         self._listener.message("judging")
@@ -200,7 +200,7 @@ class _Study:
             return
         folder, protocol = self._run_dir / "plain" / config, self._own(config, "plain")
         batches = list(large_batches(shards_of(protocol, Arm.OFF, config), self._options.batch))
-        gather(folder, protocol, engine, batches, self._listener, f"plain decoding, {config}")
+        gather(folder, protocol, engine, batches, Silent(), f"plain decoding, {config}")
         self._plain[config] = self._pool.submit(judge, folder, None, protocol, config, Arm.OFF)
 
     def _sampled(self, engine: Engine, fault: Fault) -> Callable[[], Outcome]:
@@ -209,7 +209,7 @@ class _Study:
         protocol = self._own(config, fault.name)
         batches = list(large_batches(shards_of(protocol, Arm.BIASED, config), self._options.batch))
         try:
-            gather(folder, protocol, engine, batches, self._listener, fault.name, fault=fault)
+            gather(folder, protocol, engine, batches, Silent(), fault.name, fault=fault)
             lines = self._identity(engine, protocol, fault)
             instead = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
         except EquivtestError as error:
@@ -226,12 +226,10 @@ class _Study:
         return judged
 
     def _identity(self, engine: Engine, protocol: Protocol, fault: Fault) -> tuple[Evidence, ...]:
-        path = self._run_dir / fault.name / _IDENTITY_FILE
-        if path.exists():
-            return tuple(Evidence(**line) for line in json.loads(path.read_text("utf-8")))
-        lines = identity_evidence(engine, protocol, fault.setting.config, fault)
-        write_whole(path, json.dumps([dataclasses.asdict(line) for line in lines]) + "\n")
-        return lines
+        path, config = self._run_dir / fault.name / IDENTITY_FILE, fault.setting.config
+        if not path.exists():
+            keep_lines(path, {config: identity_evidence(engine, protocol, config, fault)})
+        return kept_lines(path)[config]
 
     def _own(self, config: str, name: str) -> Protocol:
         """The protocol of one subject. Each has streams of its own: chance must not strike all of them together."""

@@ -22,6 +22,16 @@ _STYLES: Mapping[Word, str] = {
     Word.INVALID: "bold magenta",
 }
 _NUM_WORST = 3
+_SHORT: Mapping[Family, str] = {
+    Family.MARGINAL: "marg",
+    Family.JOINT: "joint",
+    Family.LAW: "law",
+    Family.SUPPORT: "supp",
+    Family.DUPLICATES: "dupl",
+    Family.REPLAY: "repl",
+    Family.IDENTITY: "iden",
+    Family.LOGPROBS: "logp",
+}
 
 
 def verdict_screen(data: ReportData) -> RenderableType:
@@ -61,14 +71,14 @@ def kill_screen(matrix: KillMatrix) -> RenderableType:
         own = matrix.of(nature)
         if not own:
             continue
-        table = _table("", title, *(f">{family}" for family in Family), "stage named")
+        table = _table("", "subject", *(f">{_SHORT[family]}" for family in Family), "stage named")
         for outcome in own:
             mark = Text("✓", style="green") if outcome.as_expected else Text("✗", style="bold red")
             cells = [Text(kill_text(outcome.kills.get(family))) for family in Family]
             table.add_row(
                 mark, Text(outcome.name), *cells, Text("refused" if outcome.refused else outcome.named_stage or "")
             )
-        parts += [table, Text()]
+        parts += [Text(title, style="bold"), table, Text()]
     style = "bold green" if matrix.as_expected else "bold red"
     parts += [Text(line) for line in matrix.summary]
     parts.append(Text("as it must be" if matrix.as_expected else "NOT as it must be", style=style))

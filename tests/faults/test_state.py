@@ -36,7 +36,7 @@ def test_it_changes_drafted_rows_alone_and_leaves_nothing_behind(name: str) -> N
 
 
 class CacheProbe:
-    """After every forward: what a recovered token's place holds, what the rejected draft wrote there and what it did."""
+    """After every forward: what a recovered token's place holds, what the rejected draft wrote, and what it did."""
 
     def __init__(self) -> None:
         self.held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
