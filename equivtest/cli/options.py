@@ -31,7 +31,7 @@ def engine_options(command: Command) -> Command:
         click.option("--drafter", default="early_exit", show_default=True,
                      help="ngram, early_exit, sampled_exit (the same layers, sampled), self or model."),
         click.option("--draft-len", type=int, default=2, show_default=True, help="Drafts offered per step."),
-        click.option("--early-exit-layers", type=int, default=None, help="Layers that early_exit and sampled_exit run."),
+        click.option("--early-exit-layers", type=int, default=None, help="Layers of early_exit and sampled_exit."),
         click.option("--draft-model", default=None, help="The smaller model of `--drafter model`."),
         click.option("--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True,
                      help="Acceptance rule; both are exact."),
