@@ -35,8 +35,9 @@ _ARRAYS = ("origins", "slots", "draft_token_ids", "steps", "batch_rows", "num_dr
 def write_shard(run_dir: Path, key: ShardKey, generations: Sequence[Generation], num_positions: int) -> Path:
     """Write the generations of seeds `seed_start..seed_stop-1`, in that order, and return the path of the shard.
 
-    A text that ended early is filled up to `num_positions` with rows of origin `ended`. The rows are validated before anything is written. The same rows give the same bytes (with one version of
-    pyarrow). A process killed at any moment leaves the previous file, or none, or the whole new one under the name.
+    A text that ended early is filled up to `num_positions` with rows of origin `ended`. The rows are validated before
+    anything is written. The same rows give the same bytes (with one version of pyarrow). A process killed at any moment
+    leaves the previous file, or none, or the whole new one under the name.
     Raises InvalidShard when the generations do not make a valid shard.
     """
     path = shard_path(run_dir, key)
@@ -143,12 +144,14 @@ def _filled_up(path: Path, generation: Generation, num_positions: int) -> Genera
     after = (0, num_positions - num_tokens)
     return dataclasses.replace(
         generation,
+        token_ids=np.pad(generation.token_ids, after, mode="edge"),
         origins=(*generation.origins, *[Origin.ENDED] * after[1]),
         slots=np.pad(generation.slots, after, constant_values=-1),
         draft_token_ids=np.pad(generation.draft_token_ids, after, constant_values=-1),
+        steps=np.pad(generation.steps, after, mode="edge"),
+        batch_rows=np.pad(generation.batch_rows, after, mode="edge"),
         num_drafts=np.pad(generation.num_drafts, after),
         logprobs=None if generation.logprobs is None else np.pad(generation.logprobs, after),
-        **{name: np.pad(getattr(generation, name), after, mode="edge") for name in ("token_ids", "steps", "batch_rows")},
     )
 
 

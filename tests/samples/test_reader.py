@@ -62,7 +62,9 @@ def test_missing_tokens_are_counted_and_the_first_is_named(
 
 
 def test_a_token_that_two_shards_hold_is_refused(run_dir: Path) -> None:
-    write_shard(run_dir, replace(KEY, seed_start=3, seed_stop=5), [spec_generation(3), spec_generation(4)], NUM_POSITIONS)
+    write_shard(
+        run_dir, replace(KEY, seed_start=3, seed_stop=5), [spec_generation(3), spec_generation(4)], NUM_POSITIONS
+    )
     with pytest.raises(InvalidShard, match="a token that is there already"):
         tokens_of(run_dir, range(0, 8))
 

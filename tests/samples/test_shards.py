@@ -109,7 +109,9 @@ def test_every_column_is_described_in_the_file(tmp_path: Path) -> None:
 def test_the_same_rows_give_the_same_bytes_and_other_rows_do_not(tmp_path: Path) -> None:
     first = write_shard(tmp_path / "a", KEY, generations_of(KEY), NUM_POSITIONS).read_bytes()
     again = write_shard(tmp_path / "b", KEY, generations_of(KEY), NUM_POSITIONS).read_bytes()
-    other = write_shard(tmp_path / "c", KEY, [spec_generation(seed) for seed in (4, 5, 6, 99)], NUM_POSITIONS).read_bytes()
+    other = write_shard(
+        tmp_path / "c", KEY, [spec_generation(seed) for seed in (4, 5, 6, 99)], NUM_POSITIONS
+    ).read_bytes()
     assert first == again
     assert first != other
 

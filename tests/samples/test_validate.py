@@ -181,7 +181,9 @@ def test_the_plain_arm_may_not_speculate_whatever_its_route_says(tmp_path: Path,
     pq.write_table(with_column(table, "arm", ["off"] * table.num_rows), path)
     with pytest.raises(InvalidShard, match="speculated in the arm off"):
         validate_shard(path, off, NUM_POSITIONS)
-    validate_shard(write_shard(tmp_path, off, [plain_generation(s) for s in range(4)], NUM_POSITIONS), off, NUM_POSITIONS)
+    validate_shard(
+        write_shard(tmp_path, off, [plain_generation(s) for s in range(4)], NUM_POSITIONS), off, NUM_POSITIONS
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + b"\0" * 100 + b"PAR1", b"text"])
