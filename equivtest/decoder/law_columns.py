@@ -7,6 +7,7 @@ rest is arithmetic on them, in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,12 @@ class SparseLaw:
         rows, ids = np.divmod(flat, probs.shape[1])
         starts = np.searchsorted(rows, np.arange(probs.shape[0]))
         return cls(rows=rows, ids=ids, probs=values / np.add.reduceat(values, starts)[rows], starts=starts)
+
+    @classmethod
+    def certain(cls, token_ids: Int64Array) -> SparseLaw:
+        """A point mass in each row, at token_ids [num_rows]."""
+        every = np.arange(len(token_ids))
+        return cls(rows=every, ids=token_ids, probs=np.ones(len(token_ids)), starts=every)
 
     def take(self, which: Int64Array) -> SparseLaw:
         """The laws of these rows ([n], any order, any number of times)."""
@@ -91,3 +98,43 @@ class SparseLaw:
         values[inside] = gathered.cpu().numpy().astype(np.float64) / total[rows]
         mean = self.sums(self.probs * values)
         return mean, self.sums(self.probs * (values - mean[self.rows]) ** 2) * (q_rows >= 0)
+
+
+class DraftColumns(NamedTuple):
+    """What the drafter's law q says at each token: float64 [num_rows] each."""
+
+    q_token: Floats
+    q_mean: Floats
+    """Mean of q over p."""
+    q_variance: Floats
+
+    @classmethod
+    def of_sure_drafts(cls, law: SparseLaw, token_ids: Int64Array, draft_ids: Int64Array) -> DraftColumns:
+        """q a point mass at the draft; 0 where there is none (-1)."""
+        p_draft = law.at(draft_ids)
+        return cls((token_ids == draft_ids).astype(np.float64), p_draft, p_draft * (1 - p_draft))
+
+
+def law_columns(
+    law: SparseLaw,
+    token_ids: Int64Array,  # [num_rows]
+    draft_ids: Int64Array,  # [num_rows], -1 for none
+    drafts: DraftColumns,
+    coins: tuple[Floats, Floats],  # [num_rows] each
+) -> dict[str, np.ndarray]:
+    """The columns of `LawColumns`, [num_rows] each; every token without probability counts as a violation."""
+    p_token = law.at(token_ids)
+    entropy, var_surprisal = law.entropy()
+    return {
+        "p_token": p_token,
+        "has_draft": draft_ids >= 0,
+        "p_draft": law.at(draft_ids),
+        "q_token": drafts.q_token,
+        "q_mean": np.minimum(drafts.q_mean, 1.0),
+        "q_variance": np.maximum(drafts.q_variance, 0.0),
+        "pit_rank": law.pit_rank(token_ids, coins[0]),
+        "pit_vocab": law.pit_vocab(token_ids, coins[1]),
+        "entropy": np.maximum(entropy, 0.0),
+        "var_surprisal": var_surprisal,
+        "support_violation": p_token == 0,
+    }

@@ -7,6 +7,8 @@ that logits agree on the same weights.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -63,6 +65,17 @@ class Model:
         taker.finish()
         self._cos, self._sin = _rotary_tables(config, dtype, self.device)
 
+    def first_layers(self, num_layers: int) -> Model:
+        """The model that ends after so many layers, with this one's embedding, norm and head; weights are shared.
+
+        Raises InvalidSetting unless 1 <= num_layers <= the model's.
+        """
+        self._require_depth(num_layers)
+        part = copy.copy(self)
+        part.config = dataclasses.replace(self.config, num_layers=num_layers)
+        part._layers = self._layers[:num_layers]
+        return part
+
     @torch.inference_mode()
     def forward(
         self,
@@ -78,8 +91,7 @@ class Model:
         only their keys and values are written.
         """
         depth = self.config.num_layers if num_layers is None else num_layers
-        if not 0 < depth <= self.config.num_layers:
-            raise InvalidSetting("num_layers", depth, f"must be in 1..{self.config.num_layers}")
+        self._require_depth(depth)
         if token_ids.shape != batch.slots.shape:
             raise InvalidSetting("token_ids", tuple(token_ids.shape), f"must have shape {list(batch.slots.shape)}")
         cos = self._cos.index_select(0, batch.positions).unsqueeze(1)  # [num_rows, 1, head_dim]
@@ -105,6 +117,10 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states [num_rows, hidden_size]: [num_rows, vocab_size] in the model's dtype."""
         return self._head(hidden)
+
+    def _require_depth(self, num_layers: int) -> None:
+        if not 0 < num_layers <= self.config.num_layers:
+            raise InvalidSetting("num_layers", num_layers, f"must be in 1..{self.config.num_layers}")
 
     def _project(self, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [num_rows, num_heads, head_dim] and key [num_rows, num_kv_heads, head_dim], rotated, and value."""

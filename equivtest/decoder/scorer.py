@@ -2,13 +2,17 @@
 
 Teacher forcing: the tokens are fed as they were put out, every distinct prefix once, all in one ragged forward; the law
 of every position then comes from the kernel backend, as it does when decoding.
+
+A text that a stop token ended has that token at every later position too. The law there is a point mass on it: nothing
+is fed, the token has probability 1, and any other token is off the support.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +20,12 @@ from torch import Tensor
 
 from equivtest.decoder.cut_tolerance import within_tolerance
 from equivtest.decoder.kv_cache import PagedKVCache
-from equivtest.decoder.law_columns import Floats, SparseLaw
+from equivtest.decoder.law_columns import DraftColumns, Floats, SparseLaw, law_columns
+from equivtest.decoder.logit_processing import RowTexts, process_logits
 from equivtest.decoder.model import Model
 from equivtest.decoder.shared_prefixes import SharedPrefixes, lexicographic, prompt_batch
 from equivtest.decoder.stages import Int64Array
+from equivtest.decoder.token_rules import TokenRules
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.checks import check_params_supported
 from equivtest.kernels.contract import KernelBackend, RowParams
@@ -38,7 +44,7 @@ class FinishedSamples:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     token_ids: Int64Array
-    """[num_samples, num_positions], what was put out."""
+    """[num_samples, num_positions], what was put out; a stop token is repeated to the end."""
     draft_token_ids: Int64Array
     """[num_samples, num_positions], the draft offered at each token; -1 where none was."""
     stream_keys: Int64Array
@@ -66,6 +72,19 @@ class FinishedSamples:
         )
 
 
+class Reading(NamedTuple):
+    """How a decoder might have read its own rows; the default is right. Another one makes another law to hold tokens
+    against, to find out what a faulty decoder did."""
+
+    row: int = 0
+    """The law of a token is read from the row so many tokens later: -1 is the row before its own."""
+    history_lag: int = 0
+    """The newest so many tokens of the text are not in the history that penalties look at."""
+
+
+RIGHT = Reading()
+
+
 class Scorer:
     """Scores samples in batches of bounded memory. A sample's columns do not depend on its batch-mates, but for
     rounding of the forward. Not for use from two threads."""
@@ -78,17 +97,19 @@ class Scorer:
         draft_model: Model | None = None,
         max_forward_rows: int = _MAX_FORWARD_ROWS,
         max_law_rows: int | None = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         """backend: computes the laws; it must be able to represent every request that is scored.
 
-        draft_model: the small model of a drafter that samples from it under the request's own parameters: q is its law.
-        None: drafts were greedy, and q is the point mass at the draft.
+        draft_model: the small model of a drafter that samples from it under the request's own parameters: q is its law,
+        with temperature and filters but without penalties, bias and min_tokens. None: drafts were greedy, and q is the
+        point mass at the draft. eos_token_ids: the model's end-of-text tokens.
         """
         if max_forward_rows < 1:
             raise InvalidSetting("max_forward_rows", max_forward_rows, "must be at least 1")
         self.model, self.backend = model, backend
         vocab_size = model.config.vocab_size
-        self.max_forward_rows = max_forward_rows
+        self.max_forward_rows, self.eos_token_ids = max_forward_rows, tuple(eos_token_ids)
         self.max_law_rows = max_law_rows or max(1, _MAX_LAW_ENTRIES // vocab_size)
         self._target = _TeacherForcing(model, max_forward_rows)
         self._drafter = None if draft_model is None else _TeacherForcing(draft_model, max_forward_rows)
@@ -97,11 +118,19 @@ class Scorer:
         self._draft_probs = None if draft_model is None else torch.empty_like(self._probs)
 
     @torch.inference_mode()
-    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+    def score(
+        self,
+        samples: FinishedSamples,
+        *,
+        on_tokens: Callable[[int], None] | None = None,
+        reading: Reading = RIGHT,
+    ) -> LawColumns:
         """The law columns of the samples, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens.
 
+        With a `reading` of another row, tokens that have no such row are held against their own.
+
         Raises UnsupportedSampling when the backend cannot represent the parameters, InvalidSetting for token ids
-        outside the vocabulary or a text longer than the model's context.
+        outside the vocabulary (those of the parameters too) or a text longer than the model's context.
         """
         check_params_supported(self.backend, samples.params, seeded=False)
         vocab_size = self.model.config.vocab_size
@@ -109,13 +138,14 @@ class Scorer:
             ids = np.asarray(getattr(samples, name))
             if ids.min() < low or ids.max() >= vocab_size:
                 raise InvalidSetting(name, (int(ids.min()), int(ids.max())), f"must be in {low}..{vocab_size - 1}")
+        rules = TokenRules.of([samples.params], eos_token_ids=self.eos_token_ids, vocab_size=vocab_size)
         num_samples, num_positions = samples.token_ids.shape
         batch = max(1, self.max_forward_rows // num_positions)
         order = lexicographic(samples.token_ids)
         parts = []
         for start in range(0, num_samples, batch):
             part = samples.take(order[start : start + batch])
-            parts.append(self._score_batch(part))
+            parts.append(self._score_batch(part, rules, reading))
             if on_tokens is not None:
                 on_tokens(part.token_ids.size)
         back = np.argsort(order)
@@ -126,77 +156,113 @@ class Scorer:
             }
         )
 
-    def _score_batch(self, samples: FinishedSamples) -> LawColumns:
-        prefixes = SharedPrefixes.of(samples.token_ids)
+    def _score_batch(self, samples: FinishedSamples, rules: TokenRules, reading: Reading) -> LawColumns:
+        shape = samples.token_ids.shape
+        lengths = _lengths(samples.token_ids, rules)
+        prefixes = SharedPrefixes.of(samples.token_ids, lengths)
         hidden = self._target.hidden(samples, prefixes)
         draft_hidden = None if self._drafter is None else self._drafter.hidden(samples, prefixes)
-        shape = samples.token_ids.shape
-        token_ids, draft_ids, node = samples.token_ids.ravel(), samples.draft_token_ids.ravel(), prefixes.node.ravel()
+        before = _texts(samples, prefixes, reading.history_lag)
+        token_ids, draft_ids = samples.token_ids.ravel(), samples.draft_token_ids.ravel()
+        node = _shifted(prefixes.node, reading.row).ravel()
         positions = np.arange(shape[1])
         coins = [
             uniforms(samples.stream_keys[:, None], positions, Purpose.SCORE, draw=draw).ravel() for draw in range(2)
         ]
         columns: dict[str, np.ndarray] = {}
+
+        def put(rows: Int64Array, part: Mapping[str, np.ndarray]) -> None:
+            for name, values in part.items():
+                columns.setdefault(name, np.empty(len(token_ids), values.dtype))[rows] = values
+
         for start in range(0, len(hidden), self.max_law_rows):
             stop = min(start + self.max_law_rows, len(hidden))
             rows = np.flatnonzero((node >= start) & (node < stop))
             part = self._law_columns(
                 hidden[start:stop],
                 None if draft_hidden is None else draft_hidden[start:stop],
+                before.part(start, stop),
                 node[rows] - start,
                 token_ids[rows],
                 draft_ids[rows],
                 samples.params,
+                rules,
                 (coins[0][rows], coins[1][rows]),
             )
-            for name, values in part.items():
-                columns.setdefault(name, np.empty(len(token_ids), values.dtype))[rows] = values
+            put(rows, part)
+        ended = np.flatnonzero(node < 0)
+        if len(ended):
+            # What a drafter's law would have been there is of no interest: no draft is offered to a text that ended.
+            last = samples.token_ids[ended // shape[1], lengths[ended // shape[1]] - 1]
+            law = SparseLaw.certain(last)
+            drafts = DraftColumns.of_sure_drafts(law, token_ids[ended], draft_ids[ended])
+            put(ended, law_columns(law, token_ids[ended], draft_ids[ended], drafts, (coins[0][ended], coins[1][ended])))
         return LawColumns(**{name: values.reshape(shape) for name, values in columns.items()})
 
     def _law_columns(
         self,
         hidden: Tensor,  # [num_nodes, hidden_size]
         draft_hidden: Tensor | None,  # [num_nodes, the draft model's hidden_size]
+        before: RowTexts,  # [num_nodes]
         node: Int64Array,  # [n], the row of `hidden` that predicts each token
         token_ids: Int64Array,  # [n]
         draft_ids: Int64Array,  # [n], -1 for none
         params: SamplingParams,
+        rules: TokenRules,
         coins: tuple[Floats, Floats],  # [n] each
     ) -> dict[str, np.ndarray]:
-        logits = self.model.logits(hidden)
+        raw = self.model.logits(hidden)
+        logits = process_logits(raw, rules, before)
         law = SparseLaw.of(self._law(logits, params, self._probs)).take(node)
-        has_draft = draft_ids >= 0
-        p_token, p_draft = law.at(token_ids), law.at(draft_ids)
-        entropy, var_surprisal = law.entropy()
         if draft_hidden is None or self._drafter is None or self._draft_probs is None:
-            q_token = (token_ids == draft_ids).astype(np.float64)
-            q_mean, q_variance = p_draft, p_draft * (1 - p_draft)
+            drafts = DraftColumns.of_sure_drafts(law, token_ids, draft_ids)
         else:
             q = self._law(self._drafter.model.logits(draft_hidden), params, self._draft_probs)
-            q_mean, q_variance = law.moments(q, np.where(has_draft, node, -1))
+            has_draft = draft_ids >= 0
             q_token = np.where(has_draft, SparseLaw.of(q).take(node).at(token_ids), 0.0)
-        violation = p_token == 0
-        if violation.any():
-            off = np.flatnonzero(violation)
-            rows = logits[torch.from_numpy(node[off]).to(logits.device)]
-            violation[off] = ~within_tolerance(self.backend, rows, token_ids[off], params)
-        return {
-            "p_token": p_token,
-            "has_draft": has_draft,
-            "p_draft": p_draft,
-            "q_token": q_token,
-            "q_mean": np.minimum(q_mean, 1.0),
-            "q_variance": np.maximum(q_variance, 0.0),
-            "pit_rank": law.pit_rank(token_ids, coins[0]),
-            "pit_vocab": law.pit_vocab(token_ids, coins[1]),
-            "entropy": np.maximum(entropy, 0.0),
-            "var_surprisal": var_surprisal,
-            "support_violation": violation,
-        }
+            drafts = DraftColumns(q_token, *law.moments(q, np.where(has_draft, node, -1)))
+        columns = law_columns(law, token_ids, draft_ids, drafts, coins)
+        off = np.flatnonzero(columns["support_violation"])
+        if len(off):
+            at = torch.from_numpy(node[off]).to(logits.device)
+            tolerated = within_tolerance(self.backend, logits[at], token_ids[off], params, raw=raw[at])
+            columns["support_violation"][off] = ~tolerated
+        return columns
 
     def _law(self, logits: Tensor, params: SamplingParams, out: Tensor) -> Tensor:
         row_params = RowParams.of([params] * len(logits), logits.device)
         return self.backend.verify_probs(logits, row_params, out=out[: len(logits)])
+
+
+def _lengths(token_ids: Int64Array, rules: TokenRules) -> Int64Array:
+    """[num_samples] tokens of each text, its stop token included; all have the first request's rules."""
+    ends = rules.stop(np.zeros(len(token_ids), np.int64), token_ids)
+    lengths: Int64Array = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, token_ids.shape[1])
+    return lengths
+
+
+def _shifted(node: Int64Array, row: int) -> Int64Array:
+    """The node so many positions later in each sample; its own at positions that have none, or whose text has ended."""
+    positions = np.arange(node.shape[1]) + row
+    there = np.where((positions >= 0) & (positions < node.shape[1]), positions, np.arange(node.shape[1]))
+    moved = node[:, there]
+    return np.where((node < 0) | (moved < 0), node, moved)
+
+
+def _texts(samples: FinishedSamples, prefixes: SharedPrefixes, history_lag: int) -> RowTexts:
+    """What stands before each node: the prompt, and the tokens of the first sample that has it but for the newest."""
+    rows, positions = np.nonzero(prefixes.is_new)
+    prompt = np.broadcast_to(
+        np.array(samples.prompt_token_ids), (len(samples.token_ids), len(samples.prompt_token_ids))
+    )
+    prompt_lengths = np.full(len(rows), len(samples.prompt_token_ids))
+    return RowTexts(
+        requests=np.zeros(len(rows), np.int64),
+        texts=np.concatenate([prompt, samples.token_ids], axis=1),
+        rows=rows,
+        prompt_lengths=prompt_lengths,
+        lengths=prompt_lengths + np.maximum(positions - history_lag, 0),
+    )
 
 
 class _TeacherForcing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,21 +22,28 @@ class SharedPrefixes:
     """The tree of the tokens that are fed, its nodes numbered in the order of the rows that feed them."""
 
     node: Int64Array
-    """[num_samples, num_positions], the node that predicts each token."""
-    is_new: np.ndarray
-    """bool [num_samples, num_positions], whether the sample is the first to have it; from some position on."""
+    """[num_samples, num_positions], the node that predicts each token; -1 past the end of a text."""
+    is_new: npt.NDArray[np.bool_]
+    """[num_samples, num_positions], whether the sample is the first to have it: from some position to its end."""
 
     @classmethod
-    def of(cls, token_ids: Int64Array) -> SharedPrefixes:
-        """token_ids: [num_samples, num_positions] of samples in lexicographic order (`lexicographic`)."""
+    def of(cls, token_ids: Int64Array, lengths: Int64Array) -> SharedPrefixes:
+        """token_ids: [num_samples, num_positions] of samples in lexicographic order (`lexicographic`).
+
+        lengths: [num_samples], tokens of each text; what ends a text is one of its tokens, so that texts that begin
+        alike are as long.
+        """
         num_samples, num_positions = token_ids.shape
         # What predicts token t is fed tokens 0..t-1: the prompt alone at t = 0.
         same = np.ones((num_samples, num_positions), np.bool_)
         same[1:, 1:] = np.logical_and.accumulate(token_ids[1:, :-1] == token_ids[:-1, :-1], axis=1)
         same[0] = False
-        index = np.cumsum(~same).reshape(same.shape) - 1
+        held = np.arange(num_positions) < lengths[:, None]
+        is_new = held & ~same
+        index = np.cumsum(is_new).reshape(same.shape) - 1
         # Numbers rise from sample to sample, so the newest node of a column is the largest so far.
-        return cls(node=np.maximum.accumulate(np.where(same, -1, index), axis=0), is_new=~same)
+        newest = np.maximum.accumulate(np.where(is_new, index, -1), axis=0)
+        return cls(node=np.where(held, newest, -1), is_new=is_new)
 
     @property
     def num_nodes(self) -> int:
@@ -51,8 +59,10 @@ class SharedPrefixes:
         the prompt but its last token; node k takes the page after them."""
         own = np.flatnonzero(self.is_new.any(axis=1))  # a sample that is another's double has nothing to feed
         prompt = np.broadcast_to(np.arange(prompt_pages), (len(own), prompt_pages))
+        node = self.node[own]
         return _ragged(
-            table=np.concatenate([prompt, self.node[own] + prompt_pages], axis=1),
+            table=np.concatenate([prompt, np.maximum(node, 0) + prompt_pages], axis=1),
+            lengths=prompt_pages + (node >= 0).sum(axis=1),
             num_new=self.is_new[own].sum(axis=1),
             slots=np.arange(self.num_nodes) + prompt_pages,
             positions=np.nonzero(self.is_new)[1] + prompt_pages,
@@ -64,6 +74,7 @@ def prompt_batch(start: int, stop: int, device: torch.device) -> RaggedBatch:
     """The forward that feeds tokens start:stop of a prompt, token t on page t."""
     return _ragged(
         table=np.arange(stop)[None],
+        lengths=np.array([stop]),
         num_new=np.array([stop - start]),
         slots=np.arange(start, stop),
         positions=np.arange(start, stop),
@@ -77,16 +88,20 @@ def lexicographic(token_ids: Int64Array) -> Int64Array:
 
 
 def _ragged(
-    *, table: Int64Array, num_new: Int64Array, slots: Int64Array, positions: Int64Array, device: torch.device
+    *,
+    table: Int64Array,
+    lengths: Int64Array,
+    num_new: Int64Array,
+    slots: Int64Array,
+    positions: Int64Array,
+    device: torch.device,
 ) -> RaggedBatch:
-    """Sequences as long as the table is wide."""
-
     def tensor(array: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
 
     return RaggedBatch(
         page_table=tensor(table, np.int32),
-        kv_lens=tensor(np.full(len(table), table.shape[1]), np.int32),
+        kv_lens=tensor(lengths, np.int32),
         query_start=tensor(np.concatenate([[0], np.cumsum(num_new)]), np.int32),
         slots=tensor(slots, np.int64),
         positions=tensor(positions, np.int64),

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from equivtest.decoder.acceptance import RoutedAcceptance, acceptance_rule
 from equivtest.decoder.drafters.base import Drafter
+from equivtest.decoder.logit_processing import process_logits, row_texts
 from equivtest.decoder.model import Model
+from equivtest.decoder.request_table import NO_LOGPROBS, RAW
 from equivtest.decoder.stages import Drafts, Float32Array, Int64Array, Scored, Stages, StepInput
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.contract import KernelBackend, SpecAccept
@@ -57,7 +59,10 @@ class ProcessLogits:
     """Penalties, bias and the ban on stop tokens, row by row."""
 
     def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Scored:
-        return scored
+        rules = step.table.rules
+        if not rules.asks_processing:
+            return scored
+        return scored._replace(logits=process_logits(scored.logits, rules, row_texts(step, drafts, scored)))
 
 
 class LawVerify:
@@ -91,24 +96,54 @@ class ReportLogprobs:
     def __call__(
         self, step: StepInput, drafts: Drafts, scored: Scored, target_probs: Tensor, accepted: SpecAccept
     ) -> Float32Array | None:
-        return None
+        if not step.table.reports_logprobs:
+            return None
+        kinds = step.table.logprob_kinds[step.requests[scored.batch_rows]]
+        put_out = scored.slots <= accepted.emitted.cpu().numpy()[scored.batch_rows]
+        output_token_ids = accepted.output_token_ids
+        logprobs = np.zeros(tuple(output_token_ids.shape), np.float32)
+        for raw in (True, False):
+            rows = np.flatnonzero(put_out & (kinds != NO_LOGPROBS) & ((kinds == RAW) == raw))
+            if not len(rows):
+                continue
+            place = scored.batch_rows[rows], scored.slots[rows]
+            on_device = tuple(torch.from_numpy(index).to(scored.logits.device) for index in place)
+            if raw:
+                logits = scored.logits.index_select(0, torch.from_numpy(rows).to(scored.logits.device))
+                every = torch.log_softmax(logits.float(), dim=1)
+            else:
+                law = target_probs[on_device]
+                every = (law / law.sum(dim=1, keepdim=True)).log_()
+            values = every.gather(1, output_token_ids[on_device][:, None])[:, 0]
+            logprobs[place] = values.float().cpu().numpy()
+        return logprobs
 
 
 class CommitEmitted:
-    """Commits the accepted prefix and the one token after it: `emitted`, never the telemetry."""
+    """Commits the accepted prefix and the one token after it: `emitted`, never the telemetry. What comes after a stop
+    token within them is dropped."""
+
+    def crop(self, step: StepInput, output_token_ids: Int64Array, counts: Int64Array) -> Int64Array:
+        """[B], how many of the `counts` outputs of each row are committed: up to the first that stops its text."""
+        return step.table.up_to_stop(step.requests, output_token_ids, counts)
 
     def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
+        output_token_ids: Int64Array = accepted.output_token_ids.cpu().numpy()
         emitted: Int64Array = accepted.emitted.cpu().numpy().astype(np.int64)
+        counts = self.crop(step, output_token_ids, emitted + 1)
         num_tokens = step.table.append(
             step.requests,
             step.index,
-            accepted.output_token_ids.cpu().numpy(),
+            output_token_ids,
             emitted,
             drafts.token_ids,
             drafts.num_draft,
+            counts=counts,
+            logprobs=logprobs,
         )
-        # The KV holds the fed token and every draft; the accepted ones stay, the last token put out is not fed yet.
-        step.kv.truncate(step.sequences, step.lengths + emitted)
+        # The KV holds the fed token and every draft; the committed ones stay but the last, which is not fed yet, or
+        # never where it ends the text.
+        step.kv.truncate(step.sequences, step.lengths + counts - 1)
         return num_tokens
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
@@ -30,7 +30,16 @@ class Tokenizer:
     Ids and texts are those of transformers' tokenizer for the same files.
     """
 
-    def __init__(self, model: str, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        """eos_token_ids: the tokens with which the model ends its text."""
+        self.eos_token_ids = eos_token_ids
         self._model, self._backend, self._chat_template = model, backend, chat_template
         self._added = {id_: token.content for id_, token in backend.get_added_tokens_decoder().items()}
         self._byte_level = "ByteLevel" in str(backend.decoder)
@@ -115,19 +124,32 @@ def tokenizer_from_gguf(model: str, metadata: Mapping[str, object]) -> Tokenizer
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
     source = metadata.get("tokenizer.chat_template")
-    return Tokenizer(model, backend, ChatTemplate(model, source, special) if isinstance(source, str) else None)
+    ends = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    return Tokenizer(
+        model,
+        backend,
+        ChatTemplate(model, source, special) if isinstance(source, str) else None,
+        eos_token_ids=_distinct_ids(id_ for id_ in ends if isinstance(id_, int) and id_ < len(tokens)),
+    )
 
 
 def tokenizer_from_folder(path: Path) -> tuple[Tokenizer, list[Path]]:
-    """Build from tokenizer.json and, if there, tokenizer_config.json and chat_template.jinja; and the files read."""
-    file, config_file, template_file = (
-        path / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    """Build from tokenizer.json and, if there, tokenizer_config.json, chat_template.jinja, generation_config.json; and
+    the files read.
+
+    What ends a text is the tokenizer's end-of-text token and what generation_config.json names, in its absence
+    config.json, as in transformers and vLLM.
+    """
+    file, config_file, template_file, generation_file = (
+        path / name
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
     )
     if not file.is_file():
         raise ModelUnavailable(str(path), "the folder has no tokenizer.json", "fetch the whole folder again")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        config = _json(config_file)
+        generation = _json(generation_file if generation_file.is_file() else path / "config.json")
     except Exception as error:  # the tokenizers library raises plain Exception
         raise UnsupportedModel(str(path), f"its tokenizer files are not readable: {error}") from error
     backend.no_truncation()
@@ -144,7 +166,19 @@ def tokenizer_from_folder(path: Path) -> tuple[Tokenizer, list[Path]]:
         if isinstance(token, str):
             special[name] = token
     template = ChatTemplate(str(path), source, special) if isinstance(source, str) else None
-    return Tokenizer(str(path), backend, template), [f for f in (file, config_file, template_file) if f.is_file()]
+    named = generation.get("eos_token_id")
+    own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    ends = _distinct_ids([own, *(named if isinstance(named, list) else [named])])
+    read = (file, config_file, template_file, generation_file)
+    return Tokenizer(str(path), backend, template, eos_token_ids=ends), [f for f in read if f.is_file()]
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def _distinct_ids(values: Iterable[object]) -> tuple[int, ...]:
+    return tuple(sorted({value for value in values if isinstance(value, int) and value >= 0}))
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:

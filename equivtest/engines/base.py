@@ -10,7 +10,7 @@ from equivtest.errors import InvalidSetting
 from equivtest.records import Generation, LawColumns, Request
 
 if TYPE_CHECKING:
-    from equivtest.decoder.scorer import FinishedSamples
+    from equivtest.decoder.scorer import FinishedSamples, Reading
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: each message has a role and a content."""
@@ -35,7 +35,7 @@ class EngineOptions:
     draft_len: int = 2
     """Most drafts a row is offered in one step."""
     early_exit_layers: int | None = None
-    """Layers of the early_exit drafter; None: all but one in fifteen of the model's."""
+    """Layers of the drafters early_exit and sampled_exit; None: all but one in fifteen of the model's."""
     draft_model: str | None = None
     """The small model of the `model` drafter, named as `model` is."""
     acceptance: str = "chain"
@@ -52,12 +52,13 @@ class EngineOptions:
             raise InvalidSetting("device", self.device, f"must be one of {', '.join(DEVICES)}")
         if self.draft_len < 1:
             raise InvalidSetting("draft_len", self.draft_len, "must be at least 1")
-        for option, value, drafter in (
-            ("early_exit_layers", self.early_exit_layers, "early_exit"),
-            ("draft_model", self.draft_model, "model"),
+        for option, value, drafters in (
+            ("early_exit_layers", self.early_exit_layers, ("early_exit", "sampled_exit")),
+            ("draft_model", self.draft_model, ("model",)),
         ):
-            if value is not None and self.drafter != drafter:
-                raise InvalidSetting(option, value, f"goes with the {drafter} drafter, not with {self.drafter}")
+            if value is not None and self.drafter not in drafters:
+                words = " or ".join(drafters)
+                raise InvalidSetting(option, value, f"goes with the {words} drafter, not with {self.drafter}")
         if self.max_batch < 1:
             raise InvalidSetting("max_batch", self.max_batch, "must be at least 1")
         if self.threads is not None and self.threads < 1:
@@ -71,8 +72,11 @@ DEVICES = ("cpu", "cuda")
 class LawScorer(Protocol):
     """Says what the target's law says of every token of finished samples."""
 
-    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
-        """The law columns, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens."""
+    def score(
+        self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None, reading: Reading = ...
+    ) -> LawColumns:
+        """The law columns, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens; `reading` says
+        which rows and history the laws are taken from, by default the right ones."""
         ...
 
 

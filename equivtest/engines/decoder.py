@@ -83,6 +83,7 @@ class DecoderEngine:
             max_batch=options.max_batch,
             max_draft=options.draft_len,
             acceptance=options.acceptance,
+            eos_token_ids=checkpoint.tokenizer.eos_token_ids,
         )
         description = {
             "engine": "decoder",
@@ -92,6 +93,7 @@ class DecoderEngine:
             "architecture": checkpoint.config.architecture,
             "num_layers": checkpoint.config.num_layers,
             "vocab_size": checkpoint.config.vocab_size,
+            "eos_token_ids": list(checkpoint.tokenizer.eos_token_ids),
             "dtype": str(dtype).removeprefix("torch."),
             "device": options.device,
             "device_name": torch.cuda.get_device_name() if options.device == "cuda" else None,
@@ -135,6 +137,7 @@ class DecoderEngine:
                 model,
                 self._executor.backend,
                 draft_model=drafter.model if isinstance(drafter, ModelDrafter) else None,
+                eos_token_ids=self._executor.eos_token_ids,
                 **(_CUDA_SCORER_ROWS if model.device.type == "cuda" else {}),
             )
         return self._scorer

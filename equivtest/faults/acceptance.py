@@ -1,20 +1,37 @@
-"""Faults of the accept stage."""
+"""Faults of the accept stage: which drafts are kept, and what a rejection draws from."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from equivtest.decoder.stages import AcceptStage, Drafts, StepInput
+from equivtest.decoder.stages import AcceptStage, Drafts, Stages, StepInput
 from equivtest.errors import InvalidSetting
-from equivtest.faults.base import Fault
+from equivtest.faults.base import Family, Fault, Setting
+from equivtest.faults.wrappers import (
+    SAMPLED_DRAFTER,
+    JudgedDrafts,
+    Offered,
+    coins,
+    judged,
+    recovered_rows,
+    redraw,
+    require_chain,
+    residual,
+    verdict,
+)
 from equivtest.kernels.contract import SpecAccept
+from equivtest.rng import Purpose
+
+_KIND = "acceptance"
+_WHOLE_SAMPLES = frozenset({Family.MARGINAL, Family.JOINT, Family.LAW})
 
 
-class InflatedAcceptance:
+class InflatedAcceptance(JudgedDrafts):
     """Accepts a draft with probability min(1, (p + epsilon) / q) where min(1, p / q) is right.
 
     The target law is changed at the draft token alone, before a correct accept stage sees it. What that stage does on
@@ -26,15 +43,40 @@ class InflatedAcceptance:
     """
 
     def __init__(self, inner: AcceptStage, epsilon: float) -> None:
-        self.inner, self.epsilon = inner, epsilon
+        super().__init__(inner, lambda step, offered, target_probs: (offered.p + epsilon).clamp(max=1.0))
+
+
+class StaleResidual:
+    """An accept stage that draws from the residual of the slot before where a later slot than the first rejects."""
+
+    def __init__(self, inner: AcceptStage) -> None:
+        self.inner = inner
 
     def __call__(self, step: StepInput, drafts: Drafts, target_probs: Tensor) -> SpecAccept:
-        offered = torch.arange(drafts.token_ids.shape[1]) < torch.from_numpy(drafts.num_draft)[:, None]
-        rows, slots = (index.to(target_probs.device) for index in offered.nonzero(as_tuple=True))
-        token_ids = torch.from_numpy(drafts.token_ids)[offered].to(target_probs.device)
-        # In place: the scratch is this step's, and the next verify writes these rows anew.
-        target_probs[rows, slots, token_ids] = (target_probs[rows, slots, token_ids] + self.epsilon).clamp(max=1.0)
-        return self.inner(step, drafts, target_probs)
+        accepted = self.inner(step, drafts, target_probs)
+        rows, slots = recovered_rows(drafts, accepted)
+        rows, slots = rows[slots > 0], slots[slots > 0]
+        if len(rows):
+            stale = residual(drafts, target_probs, rows, slots - 1)
+            redraw(accepted, rows, slots, stale, coins(step, rows, slots, Purpose.RECOVER))
+        return accepted
+
+
+def _every_draft(step: StepInput, offered: Offered, target_probs: Tensor) -> Tensor:
+    return verdict(torch.ones_like(offered.p))
+
+
+def _possible_drafts(step: StepInput, offered: Offered, target_probs: Tensor) -> Tensor:
+    return verdict(offered.p > 0)
+
+
+_GRID = 32
+"""Values that the coarse coin can take."""
+
+
+def _coarse_coin(step: StepInput, offered: Offered, target_probs: Tensor) -> Tensor:
+    u = (coins(step, offered.rows, offered.slots, Purpose.ACCEPT) * _GRID).floor() / _GRID
+    return verdict(u * offered.q <= offered.p)
 
 
 def inflated_acceptance(*, epsilon: float = 0.1) -> Fault:
@@ -44,6 +86,70 @@ def inflated_acceptance(*, epsilon: float = 0.1) -> Fault:
     return Fault(
         name="inflated_acceptance",
         stage="accept",
+        kind=_KIND,
         description=f"drafts are accepted with {epsilon:g} too much probability",
+        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
         wrap=lambda stages: dataclasses.replace(stages, accept=InflatedAcceptance(stages.accept, epsilon)),
     )
+
+
+def accept_all() -> Fault:
+    return Fault(
+        name="accept_all",
+        stage="accept",
+        kind=_KIND,
+        description="every draft is accepted",
+        ids=(17,),
+        reports=("transformers#28508",),
+        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
+        wrap=judged("accept_all", _every_draft),
+    )
+
+
+def coin_at_zero() -> Fault:
+    return Fault(
+        name="coin_at_zero",
+        stage="accept",
+        kind=_KIND,
+        description="the coin that judges a draft is always 0: every draft that is possible at all is accepted",
+        ids=(18,),
+        reports=("vllm-ascend#13730", "vllm-ascend#13470"),
+        expected=_WHOLE_SAMPLES,
+        wrap=judged("coin_at_zero", _possible_drafts),
+    )
+
+
+def coarse_coin() -> Fault:
+    return Fault(
+        name="coarse_coin",
+        stage="accept",
+        kind=_KIND,
+        description=f"the coin that judges a draft has {_GRID} values, and at 0 accepts a draft that is impossible",
+        ids=(19,),
+        reports=("sglang#35771",),
+        expected=frozenset({Family.LAW, Family.SUPPORT}),
+        wrap=judged("coarse_coin", _coarse_coin),
+    )
+
+
+def stale_residual() -> Fault:
+    """A sampled drafter shows it best: the stale residual then lacks more than one token."""
+
+    def wrap(stages: Stages) -> Stages:
+        require_chain(stages, "stale_residual")
+        return dataclasses.replace(stages, accept=StaleResidual(stages.accept))
+
+    return Fault(
+        name="stale_residual",
+        stage="accept",
+        kind=_KIND,
+        ids=(21,),
+        reports=("EAGLE#47",),
+        description="a rejection after an accepted draft draws from what was left over for the draft before",
+        setting=Setting(drafter=SAMPLED_DRAFTER),
+        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
+        wrap=wrap,
+    )
+
+
+FAULTS: tuple[Callable[[], Fault], ...] = (inflated_acceptance, accept_all, coin_at_zero, coarse_coin, stale_residual)

@@ -4,41 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from equivtest.decoder.stages import Stages
-
-
-class Nature(StrEnum):
-    """What a gate has to make of it."""
-
-    FAULT = "fault"
-    """Wrong: must be found."""
-    VARIANT = "variant"
-    """Unusual and right, though somebody called it a bug: must pass."""
-    LOSSY = "lossy"
-    """Trades the law for speed by design: must be found."""
-
-
-class Family(StrEnum):
-    """What can find a fault."""
-
-    MARGINAL = "marginal"
-    """Histograms of each position against plain decoding: the protocol of record."""
-    JOINT = "joint"
-    """Whole samples against plain decoding."""
-    LAW = "law"
-    """Every token against the target's law, by sums and transforms."""
-    SUPPORT = "support"
-    """A token that the law does not hold, or a draft put out that had been rejected."""
-    DUPLICATES = "duplicates"
-    """Samples that repeat."""
-    REPLAY = "replay"
-    """The same seed gives the same text, alone and in any batch, and drafts are drawn from the law they name."""
-    IDENTITY = "identity"
-    """Greedy text is the same with and without speculation."""
-    LOGPROBS = "logprobs"
-    """Reported log-probabilities are those of the law."""
+from equivtest.records import Family as Family
+from equivtest.records import Nature as Nature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,12 +161,12 @@ def _diagnosis(
     said = []
     for config in protocol.configs:
         own = [line for line in joint if line.stratum.endswith(f" / {config}")]
-        sentences = diagnose(
+        found = diagnose(
             shown("law", Role.TEST, config, law.get(Arm.ON, {}).get(config, ())),
             off=shown("law", Role.REFERENCE, config, law.get(Arm.OFF, {}).get(config, ())),
             joint=shown("joint", Role.TEST, config, own),
         )
-        said += [f"{config}: {sentence}" if len(protocol.configs) > 1 else sentence for sentence in sentences]
+        said += [f"{config}: {one.sentence}" if len(protocol.configs) > 1 else one.sentence for one in found]
     return tuple(said)
 
 

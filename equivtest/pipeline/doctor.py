@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from equivtest.decoder.hub import BUILT_IN, cached_model
+from equivtest.decoder.hub import NAMES, cached_model
 from equivtest.decoder.weights import default_dtype
 from equivtest.errors import EquivtestError, KernelUnavailable
 from equivtest.kernels.registry import get_backend, known_backends, resolve_auto
@@ -42,7 +42,7 @@ def examine() -> list[Check]:
         checks.append(Check(name="kernels auto", ok=True, finding=name))
     except KernelUnavailable as error:
         checks.append(Check(name="kernels auto", ok=False, finding=error.reason))
-    checks += [_model(name) for name in BUILT_IN]
+    checks += [_model(name) for name in NAMES]
     return checks
 
 

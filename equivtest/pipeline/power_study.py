@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -19,22 +20,15 @@ from equivtest.errors import InvalidSetting
 from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.families import generator
 from equivtest.pipeline.law_input import logprob_tolerance, read_scored_tokens
-from equivtest.pipeline.manifest import (
-    FILE_NAME,
-    command_line,
-    describe_code,
-    describe_machine,
-    new_manifest,
-    resumed,
-    written,
-)
+from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
+from equivtest.pipeline.one_arm import gather, large_batches, shards_of
 from equivtest.pipeline.power import TARGET_POWER
 from equivtest.pipeline.progress import Listener
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import resolve_configs
 from equivtest.protocol.plan import Batch, Protocol
 from equivtest.protocol.prompts import load_prompt_set
-from equivtest.records import Arm, ShardKey
+from equivtest.records import Arm
 from equivtest.samples.reader import read_arm_tokens
 from equivtest.stats.law import LawResult, law_family
 from equivtest.stats.monte_carlo import FamilyName, PowerPoint, detector, power_point
@@ -113,12 +107,15 @@ def simulate(
     """
     if num_runs <= _STAGE_2:
         raise InvalidSetting("runs", num_runs, f"must be more than {_STAGE_2}, which confirm each other")
-    gather = partial(
-        _gather, protocol=protocol, engine=engine, num_runs=num_runs, batch_samples=batch_samples, listener=listener
-    )
-    gather(study_dir / "off", arm=Arm.OFF, fault=None, name="plain decoding", scored=False)
+
+    def batches(arm: Arm) -> list[Batch]:
+        runs = itertools.product(protocol.configs, range(num_runs))
+        return list(large_batches((s for own in runs for s in shards_of(protocol, arm, *own)), batch_samples))
+
+    gather(study_dir / "off", protocol, engine, batches(Arm.OFF), listener, "plain decoding", scored=False)
     for subject in subjects:
-        gather(_folder(study_dir, subject.name), arm=_arm(subject), fault=subject.fault, name=subject.name, scored=True)
+        folder, own = _folder(study_dir, subject.name), batches(_arm(subject))
+        gather(folder, protocol, engine, own, listener, subject.name, fault=subject.fault)
     rows: list[StudyRow] = []
     # Spawned, for torch has threads by now that a fork would leave behind.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -154,58 +151,6 @@ def _arm(subject: Subject) -> Arm:
 
 def _folder(study_dir: Path, subject: str) -> Path:
     return study_dir / subject.replace(" ", "-")
-
-
-def _gather(
-    run_dir: Path,
-    *,
-    protocol: Protocol,
-    engine: Engine,
-    num_runs: int,
-    batch_samples: int,
-    listener: Listener,
-    arm: Arm,
-    fault: Fault | None,
-    name: str,
-    scored: bool,
-) -> None:
-    from equivtest.pipeline.collect import collect
-    from equivtest.pipeline.score import score
-
-    manifest = new_manifest(protocol, engine, {})
-    manifest = (resumed if (run_dir / FILE_NAME).exists() else written)(run_dir, manifest)
-    batches = list(_large_batches(protocol, arm, num_runs, batch_samples))
-    manifest = collect(run_dir, protocol, manifest, engine, batches, listener, f"collecting {name}", planted=fault)
-    if scored:
-        score(run_dir, protocol, manifest, engine, batches, listener, f"scoring {name}")
-
-
-def _large_batches(protocol: Protocol, arm: Arm, num_runs: int, batch_samples: int) -> Iterator[Batch]:
-    """A shard for each run and prompt, many at once: a study asks for its samples' law, not for their bytes."""
-    batch: list[ShardKey] = []
-    for config in protocol.configs:
-        for shard in (shard for run in range(num_runs) for shard in _shards(protocol, arm, config, run)):
-            full = sum(key.num_seeds for key in batch) + shard.num_seeds > batch_samples
-            if batch and (full or batch[0].config != config):
-                yield tuple(batch)
-                batch = []
-            batch.append(shard)
-    if batch:
-        yield tuple(batch)
-
-
-def _shards(protocol: Protocol, arm: Arm, config: str, run: int) -> Batch:
-    """The samples of one run: one shard a prompt."""
-    return tuple(
-        ShardKey(
-            arm=arm,
-            config=config,
-            prompt_id=prompt.id,
-            seed_start=run * protocol.num_seeds,
-            seed_stop=(run + 1) * protocol.num_seeds,
-        )
-        for prompt in protocol.prompts
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +193,7 @@ def _judge_run(
 
 
 def _law(folder: Path, protocol: Protocol, arm: Arm, config: str, runs: Sequence[int]) -> LawResult:
-    batches = [_shards(protocol, arm, config, run) for run in runs]
+    batches = [shards_of(protocol, arm, config, run) for run in runs]
     tokens = read_scored_tokens(folder, batches, protocol.num_positions)
     return law_family(tokens, f"{arm} / {config}", tolerance=logprob_tolerance(folder))
 

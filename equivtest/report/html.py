@@ -85,7 +85,7 @@ def render_html(data: ReportData) -> str:
     ]
     quantiles = [quantile_figure(data.quantiles, comparison=name, name=f"quantiles-{name}") for name in Comparison]
     return (
-        _environment()
+        environment()
         .get_template("page.html.j2")
         .render(
             data=data,
@@ -121,7 +121,8 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield label, words.NOTHING if value in (None, "") else str(value)
 
 
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """The templates, with the words of every page as filters."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -135,6 +136,7 @@ def _environment() -> jinja2.Environment:
         "number": words.number_text,
         "share": words.share_text,
         "interval": words.interval_text,
+        "tokens": words.tokens_text,
     }
     environment.globals |= {
         "marks": words.MARKS,

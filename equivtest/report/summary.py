@@ -49,7 +49,7 @@ def _lines(data: ReportData) -> Iterator[str]:
     yield ""
     yield "### Comparisons"
     yield ""
-    yield from _table(
+    yield from table(
         ("Config", "Compared", "Role", "Rejected", "Cells"),
         [
             (
@@ -67,13 +67,13 @@ def _lines(data: ReportData) -> Iterator[str]:
     if data.controls:
         yield "### Controls"
         yield ""
-        yield from _table(
+        yield from table(
             ("Control", "Compared", "Expected", "Outcome", "Result"),
             [(c.name, c.comparison, c.expected, c.outcome, words.control_text(c.passed)) for c in data.controls],
         )
     yield "### Smallest p-values, off vs on"
     yield ""
-    yield from _table(
+    yield from table(
         ("Config", "Prompt", "Position", "p", "q", "TV", "Null 97.5 %", "Rejected"),
         [
             (
@@ -98,7 +98,7 @@ def _lines(data: ReportData) -> Iterator[str]:
     yield f"Run {escape(data.run_id)}. The numbers are in its report.html, cells.parquet and evidence.parquet."
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield "| " + " | ".join(header) + " |"
     yield "|" + " --- |" * len(header)
     for row in rows:

@@ -9,9 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from equivtest.records import Comparison, Word
+from equivtest.records import Comparison, Family, Word
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_EXPECTS, ReportData
+from equivtest.report.kill_matrix import NATURE_TITLES, KillMatrix, kill_text
 from equivtest.report.select import num_rejected, worst_cells
 
 _STYLES: Mapping[Word, str] = {
@@ -21,6 +22,16 @@ _STYLES: Mapping[Word, str] = {
     Word.INVALID: "bold magenta",
 }
 _NUM_WORST = 3
+_SHORT: Mapping[Family, str] = {
+    Family.MARGINAL: "marg",
+    Family.JOINT: "joint",
+    Family.LAW: "law",
+    Family.SUPPORT: "supp",
+    Family.DUPLICATES: "dupl",
+    Family.REPLAY: "repl",
+    Family.IDENTITY: "iden",
+    Family.LOGPROBS: "logp",
+}
 
 
 def verdict_screen(data: ReportData) -> RenderableType:
@@ -51,6 +62,27 @@ def verdict_line(data: ReportData) -> Text:
     return Text.assemble(
         (f"{words.MARKS[data.word]} {data.word.upper()}", _STYLES[data.word]), f" (exit code {data.exit_code})"
     )
+
+
+def kill_screen(matrix: KillMatrix) -> RenderableType:
+    """The kill matrix: a row a subject, a column a family; the last lines say whether all came out as they must."""
+    parts: list[RenderableType] = []
+    for nature, title in NATURE_TITLES.items():
+        own = matrix.of(nature)
+        if not own:
+            continue
+        table = _table("", "subject", *(f">{_SHORT[family]}" for family in Family), "stage named")
+        for outcome in own:
+            mark = Text("✓", style="green") if outcome.as_expected else Text("✗", style="bold red")
+            cells = [Text(kill_text(outcome.kills.get(family))) for family in Family]
+            table.add_row(
+                mark, Text(outcome.name), *cells, Text("refused" if outcome.refused else outcome.named_stage or "")
+            )
+        parts += [Text(title, style="bold"), table, Text()]
+    style = "bold green" if matrix.as_expected else "bold red"
+    parts += [Text(line) for line in matrix.summary]
+    parts.append(Text("as it must be" if matrix.as_expected else "NOT as it must be", style=style))
+    return Group(*parts)
 
 
 def _cell_line(row: Mapping[Hashable, Any]) -> str:

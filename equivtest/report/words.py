@@ -68,6 +68,13 @@ def share_text(share: float | None) -> str:
     return NOTHING if share is None else f"{100 * share:.1f} %"
 
 
+def tokens_text(count: int | None) -> str:
+    """A number of tokens in at most four characters: `512`, `8k`, `66k`; nothing for none."""
+    if count is None:
+        return ""
+    return str(count) if count < 1000 else f"{count / 1000:.0f}k"
+
+
 def plural(count: int, noun: str) -> str:
     """`1 cell`, `2 cells`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

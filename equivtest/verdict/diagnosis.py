@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from typing import NamedTuple
 
 from equivtest.errors import InvalidSetting
 from equivtest.records import Evidence, Origin
@@ -66,30 +67,122 @@ class _Lines:
         return support_by_origin(self.by_name["support"]) if "support" in self.by_name else {}
 
 
-Said = tuple[str, Sequence[str]]
-"""A sentence, and patterns of the names that it explains."""
+class Diagnosis(NamedTuple):
+    """What is wrong, and where to look."""
+
+    stage: str
+    """Stage of the decoder: propose, forward, process, verify, accept, report or commit; streams; the law itself
+    (`reference`); or unknown."""
+    sentence: str
+
+
+Said = tuple[str, str, Sequence[str]]
+"""The stage, a sentence, and patterns of the names that it explains."""
 _Rule = Callable[[_Lines], Said | None]
 
 
 def diagnose(
-    on: Sequence[Evidence], off: Sequence[Evidence] = (), joint: Sequence[Evidence] = (), *, alpha: float = 0.01
-) -> tuple[str, ...]:
-    """What is wrong with one config, and where to look; empty where nothing is flagged.
+    on: Sequence[Evidence],
+    off: Sequence[Evidence] = (),
+    joint: Sequence[Evidence] = (),
+    identity: Sequence[Evidence] = (),
+    alternatives: Sequence[Evidence] = (),
+    *,
+    alpha: float = 0.01,
+) -> tuple[Diagnosis, ...]:
+    """What is wrong with one config, and where to look; empty where nothing is flagged. The first is the cause.
 
     on, off: lines of the law family, empty where the law is not known; joint: lines of the joint family of arm off
-    against arm on. A line is flagged where its adjusted p-value (the p-value where there is none) is below alpha.
-    Raises InvalidSetting where a name comes twice, as when lines of two configs are mixed.
+    against arm on; identity: lines of its identity checks; alternatives: lines of other laws on arm on. A line is
+    flagged where its adjusted p-value (the p-value where there is none) is below alpha. Raises InvalidSetting where a
+    name comes twice, as when lines of two configs are mixed.
     """
+    same = _lines(identity, alpha)
+    drafts = _proposal(same)
     reference = _law_sentences(_lines(off, alpha))
     if reference:
-        return _off_sentences(_lines(off, alpha), reference)
+        return (*drafts, *_off_sentences(_lines(off, alpha), reference))
     law = _law_sentences(_lines(on, alpha))
     if law:
-        return law
+        return (*drafts, *_another_law(alternatives), *law)
     whole = _joint_sentence(_lines(joint, alpha))
     if whole and on:
-        return (f"every token of arm on follows the law at its own prefix, yet {whole}",)
-    return (whole,) if whole else ()
+        whole = whole._replace(
+            sentence=f"every token of arm on follows the law at its own prefix, yet {whole.sentence}"
+        )
+    return (*drafts, *([whole] if whole else ()), *_not_the_same(same))
+
+
+def _proposal(same: _Lines) -> tuple[Diagnosis, ...]:
+    if not same.matching("drafts"):
+        return ()
+    sentence = (
+        f"{same.estimate('drafts'):.1%} of the sampled drafts are not drawn from the law q that they are handed on "
+        "with: look at what the drafter draws from, and what it stores"
+    )
+    return (Diagnosis("propose", sentence),)
+
+
+_INSTEAD = {
+    "raw": ("verify", "the law of the raw logits", "temperature and filters"),
+    "no_temperature": ("verify", "the law at temperature 1", "where the temperature is applied"),
+    "no_top_k": ("verify", "the law without top_k", "where filters are applied"),
+    "no_top_p": ("verify", "the law without top_p", "where filters are applied"),
+    "no_min_p": ("verify", "the law without min_p", "where filters are applied"),
+    "greedy": ("verify", "the argmax", "what turns logits into probabilities"),
+    "no_processing": ("process", "the law without penalties, bias and min_tokens", "where logits are processed"),
+    "no_penalties": ("process", "the law without penalties", "where penalties are applied"),
+    "no_repetition_penalty": ("process", "the law without repetition penalty", "where penalties are applied"),
+    "no_frequency_penalty": ("process", "the law without frequency penalty", "where penalties are applied"),
+    "no_presence_penalty": ("process", "the law without presence penalty", "where penalties are applied"),
+    "no_logit_bias": ("process", "the law without logit bias", "where the bias is added"),
+    "no_min_tokens": ("process", "the law without min_tokens", "the mask of stop tokens"),
+    "min_tokens_long": ("process", "the law with min_tokens one too large", "the mask of stop tokens"),
+    "min_tokens_short": ("process", "the law with min_tokens one too small", "the mask of stop tokens"),
+    "stale_history": ("process", "penalties that do not know the drafts before in the block", "their history"),
+    "row_before": ("verify", "the law of the row before their own", "how rows are told apart"),
+    "row_after": ("verify", "the law of the row after their own", "how rows are told apart"),
+}
+"""What each alternative law says of a decoder: the stage, what its tokens follow, and what to look at."""
+
+_MUCH_BETTER = 15.0
+"""Nats of log-likelihood from which an alternative counts: odds of three million to one."""
+
+
+def _another_law(alternatives: Sequence[Evidence]) -> tuple[Diagnosis, ...]:
+    """The alternative that explains the tokens of each kind of row best, if any does; the same ones together."""
+    best: dict[str, list[Evidence]] = {}
+    for rows in dict.fromkeys(line.stratum for line in alternatives):
+        fitting = [
+            line
+            for line in alternatives
+            if line.stratum == rows and line.name in _INSTEAD and line.p_value > 1e-4 and line.statistic > _MUCH_BETTER
+        ]
+        if fitting:
+            line = max(fitting, key=lambda one: one.statistic)
+            best.setdefault(line.name, []).append(line)
+    said = []
+    for name, lines in sorted(best.items(), key=lambda item: -sum(line.statistic for line in item[1])):
+        stage, law, look = _INSTEAD[name]
+        rows = " and ".join(line.stratum for line in lines)
+        gain = sum(line.statistic for line in lines) / sum(line.num_tokens for line in lines)
+        sentence = f"tokens of {rows} rows follow {law} ({gain:.3f} nat a token better than their own): look at {look}"
+        said.append(Diagnosis(stage, sentence))
+    return tuple(said)
+
+
+def _not_the_same(same: _Lines) -> tuple[Diagnosis, ...]:
+    """What repeats show where the law holds."""
+    said = []
+    if same.matching("replay"):
+        changed = f"{same.z('replay'):.0f} texts changed"
+        sentence = f"the same seed gives another text in another batch ({changed}): look at how streams are keyed"
+        said.append(Diagnosis("streams", sentence))
+    if same.matching("greedy"):
+        changed = f"{same.z('greedy'):.0f} texts"
+        sentence = f"greedy text changes with speculation ({changed}): look at rows of temperature 0 and at the cache"
+        said.append(Diagnosis("verify", sentence))
+    return tuple(said)
 
 
 def _lines(evidence: Iterable[Evidence], alpha: float) -> _Lines:
@@ -102,27 +195,29 @@ def _lines(evidence: Iterable[Evidence], alpha: float) -> _Lines:
     return _Lines(by_name, frozenset(name for name, level in levels.items() if level < alpha))
 
 
-def _law_sentences(lines: _Lines) -> tuple[str, ...]:
+def _law_sentences(lines: _Lines) -> tuple[Diagnosis, ...]:
     sentences = []
     for rule in _RULES:
         said = rule(lines)
         if said:
-            sentences.append(said[0])
-            lines = _Lines(lines.by_name, lines.open - set(lines.matching(*said[1])))
+            stage, sentence, explained = said
+            sentences.append(Diagnosis(stage, sentence))
+            lines = _Lines(lines.by_name, lines.open - set(lines.matching(*explained)))
     if lines.open:
         failed = ", ".join(f"{name} ({lines.by_name[name].statistic:.4g})" for name in sorted(lines.open))
-        sentences.append(f"no known fault looks like this; what failed (statistic): {failed}")
+        sentences.append(Diagnosis("unknown", f"no known fault looks like this; what failed (statistic): {failed}"))
     return tuple(sentences)
 
 
-def _off_sentences(lines: _Lines, sentences: tuple[str, ...]) -> tuple[str, ...]:
+def _off_sentences(lines: _Lines, said: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
     if _shared_rows(lines) or _equal_samples(lines):
-        return tuple(f"in arm off already, {sentence}" for sentence in sentences)
+        return tuple(one._replace(sentence=f"in arm off already, {one.sentence}") for one in said)
     failed = ", ".join(sorted(lines.open))
-    return (
+    sentence = (
         f"arm off does not follow the law either ({failed}): the reference law is not the decoder's law; look at the "
-        "scorer's weights, precision, temperature and filters before anything else",
+        "scorer's weights, precision, temperature and filters before anything else"
     )
+    return (Diagnosis("reference", sentence),)
 
 
 def _shared_rows(lines: _Lines) -> Said | None:
@@ -134,6 +229,7 @@ def _shared_rows(lines: _Lines) -> Said | None:
     if not lines.matching("rows") or abs(lines.estimate("rows")) <= 12 * lines.estimate("rank") ** 2:
         return None
     return (
+        "streams",
         f"rows of a batch draw together (correlation {lines.size('rows', sign=True)}): look at how random streams are "
         "told apart by row and request",
         ("bias*", "surprisal_*", "lag_*", "duplicates", *_SHAPE),
@@ -163,6 +259,7 @@ def _few_equal_samples(lines: _Lines) -> Said | None:
 def _seeds(lines: _Lines, explained: Sequence[str]) -> Said:
     excess = lines.estimate("duplicates")
     return (
+        "streams",
         f"samples repeat ({excess:.0f} equal pairs more than chance): look at seeds that collide or are ignored",
         explained,
     )
@@ -173,6 +270,7 @@ def _residual(lines: _Lines) -> Said | None:
         return None
     share, count = lines.estimate("residual"), lines.z("residual")
     return (
+        "accept",
         f"recovered tokens include their own rejected draft ({count:.0f} of them, {share:.1%}): look at the residual "
         "that a rejection draws from",
         ("residual", "bias*", "surprisal_draft", "lag_*", "duplicates", *_SHAPE),
@@ -189,6 +287,7 @@ def _lag(lines: _Lines) -> Said | None:
         previous, "an acceptance"
     )
     return (
+        "streams",
         f"coins are shared between {before} and the next acceptance (slope {lines.size(name, sign=True)}): look at how "
         "far the generator advances a round",
         ("lag_*", "bias*", "surprisal_draft", *_SHAPE),
@@ -204,6 +303,7 @@ def _filters(lines: _Lines) -> Said | None:
     split = ", ".join(f"{count} {origin}" for origin, count in counts.items())
     inflated = ("bias*",) if lines.estimate("bias") <= 0 else ()
     return (
+        "verify",
         f"tokens that the filters remove were put out ({split}): look at where filters are applied on {kinds} rows",
         ("support", "surprisal_*", "lag_*", *inflated, *_SHAPE),
     )
@@ -220,6 +320,7 @@ def _every_row(lines: _Lines) -> Said | None:
         return None
     sizes = ", ".join(f"{name.removeprefix('surprisal_')} {lines.size(name, ' nat', sign=True)}" for name in there)
     return (
+        "verify",
         f"all kinds of rows are too {'hot' if signs.pop() else 'cold'} (surprisal: {sizes}): look at the temperature "
         "and filters that they share",
         ("surprisal_*", "bias*", "lag_*", "duplicates", *_SHAPE),
@@ -230,6 +331,7 @@ def _draft_rows(lines: _Lines) -> Said | None:
     if not lines.matching("surprisal_draft") or abs(lines.z("surprisal_draft")) <= _HOTTER * abs(lines.z("bias")):
         return None
     return (
+        "verify",
         f"rows with a draft are too {'hot' if lines.z('surprisal_draft') > 0 else 'cold'} (surprisal "
         f"{lines.size('surprisal_draft', ' nat', sign=True)}){_clean(lines)}: look at the temperature and filters of "
         "the rows that drafts are verified on",
@@ -243,6 +345,7 @@ def _acceptance(lines: _Lines) -> Said | None:
         if not off_support:
             return None
         return (
+            "accept",
             f"drafts that the filters remove were accepted ({off_support} of them){_clean(lines)}: look at the "
             "acceptance test",
             ("support", "surprisal_draft", *_SHAPE),
@@ -252,8 +355,9 @@ def _acceptance(lines: _Lines) -> Said | None:
     name = slots[sole] if sole is not None else "bias" if "bias" in lines.by_name else lines.matching("bias*")[0]
     inflated = lines.estimate(name) > 0
     moved = [s for s, n in sorted(slots.items()) if lines.excludes_zero(n) and (lines.estimate(n) > 0) is inflated]
-    look = "the acceptance test"
+    stage, look = "accept", "the acceptance test"
     if sole is not None:
+        stage = "verify"
         where, look = f"slot {sole} alone", "shifted rows or stale probabilities in that slot"
     elif moved:
         whole = moved == list(range(moved[0], moved[-1] + 1)) and len(moved) > 1
@@ -265,12 +369,14 @@ def _acceptance(lines: _Lines) -> Said | None:
     if lines.by_name[name].method.endswith(NO_ACCEPTANCE):
         # Drafts of a sampled drafter: the estimate is q's mass, whose sign is not that of the acceptance.
         return (
+            stage,
             f"drafts are not kept with the probability of the law, in {where} (z {lines.z(name):+.1f}){_clean(lines)}: "
             f"look at {look}",
             ("bias*", "surprisal_draft", "lag_*", *_SHAPE, *(("support",) if off_support else ()), "duplicates"),
         )
     extra = f", drafts that the filters remove included ({off_support})" if off_support else ""
     return (
+        stage,
         f"acceptance is {'inflated' if inflated else 'deflated'} by {lines.size(name)} in {where}{extra}"
         f"{_clean(lines)}: look at {look}",
         (
@@ -302,18 +408,21 @@ def _own_draws(lines: _Lines) -> Said | None:
     if names == ["surprisal_bonus"]:
         size = lines.size("surprisal_bonus", " nat", sign=True)
         return (
+            "verify",
             f"rows after a full acceptance draw from a different law (surprisal {size}): look at which logits row "
             "feeds the bonus",
             explained,
         )
     sizes = ", ".join(f"{n.removeprefix('surprisal_')} {lines.size(n, ' nat', sign=True)}" for n in names)
-    return f"tokens drawn without a draft follow another law (surprisal: {sizes}): look at the plain draw", explained
+    sentence = f"tokens drawn without a draft follow another law (surprisal: {sizes}): look at the plain draw"
+    return "accept", sentence, explained
 
 
 def _inverse(lines: _Lines) -> Said | None:
     if lines.matching("rank", "vocab") != ["vocab"]:
         return None
     return (
+        "accept",
         f"tokens are off in vocabulary order (distance {lines.size('vocab')}) and not in order of probability: look at "
         "how the draw inverts the distribution function",
         ("vocab",),
@@ -332,15 +441,16 @@ def _clean(lines: _Lines) -> str:
     return f"; {' and '.join(kinds)} tokens follow the law" if kinds else ""
 
 
-def _joint_sentence(lines: _Lines) -> str:
-    """Empty where nothing is flagged."""
-    parts, looks = [], []
+def _joint_sentence(lines: _Lines) -> Diagnosis | None:
+    """None where nothing is flagged."""
+    parts, looks, stages = [], [], []
     if lines.matching("mode"):
         often = lines.z("mode") > 0
         parts.append(
             f"takes the likeliest next token too {'often' if often else 'seldom'} ({lines.estimate('mode'):+.4f})"
         )
         looks.append("the acceptance test")
+        stages.append("accept")
     if lines.matching("collisions"):
         lost = lines.z("collisions") > 0
         parts.append(
@@ -349,7 +459,11 @@ def _joint_sentence(lines: _Lines) -> str:
         looks.append(
             "colliding seeds and too low a temperature" if lost else "too high a temperature and missing filters"
         )
+        stages.append("streams" if lost else "verify")
     if not parts and lines.open:
         parts.append(f"differs from arm off in whole samples ({', '.join(sorted(lines.open))}) without a direction")
         looks.append("coins shared between steps, and at the rows that laws are read from")
-    return f"arm on {' and '.join(parts)}: look at {' and at '.join(looks)}" if parts else ""
+        stages.append("streams")
+    if not parts:
+        return None
+    return Diagnosis(stages[0], f"arm on {' and '.join(parts)}: look at {' and at '.join(looks)}")

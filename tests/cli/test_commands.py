@@ -78,7 +78,7 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
         (("run", "--statistic", "t"), "chi2"),
         (("run", "--num-permutations", "99"), "goes with --exact"),
         (("run", "--draft-model", "x", "--drafter", "ngram"), "goes with the model drafter"),
-        (("run", "--early-exit-layers", "3", "--drafter", "self"), "goes with the early_exit drafter"),
+        (("run", "--early-exit-layers", "3", "--drafter", "self"), "goes with the early_exit or sampled_exit drafter"),
         (("run", "--resume", "--run-dir", "no/such/run"), "no run at no/such/run"),
         (("run", "--bias-margin", "2"), "must be between 0 and 1"),
         (("run", "--sequential", "--no-law"), "not with --no-law"),

@@ -15,11 +15,12 @@ from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
 from equivtest.decoder.stages import Drafts, StepInput
 from equivtest.kernels.contract import KernelBackend, RowParams
+from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, Request, SamplingParams
 from equivtest.rng import stream_key
 from tests.decoder.tiny_models import tiny_model
 
-DRAFTERS = ("ngram", "early_exit", "self", "model")
+DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model")
 CONFIGS = {
     "topp95": SamplingParams(temperature=0.8, top_p=0.95),
     "topk50": SamplingParams(temperature=1.0, top_k=50),
@@ -41,6 +42,7 @@ def build(
     draft_model: Model | None = None,
     plain_backend: KernelBackend | None = None,
     replace_drafter: Drafter | None = None,
+    eos_token_ids: Sequence[int] = (),
 ) -> Executor:
     """A tiny target (or `model`); its draft model has the same first two layers, so that they often agree."""
     target = model or tiny_model(architecture, backend=backend)
@@ -59,6 +61,7 @@ def build(
         max_batch=max_batch,
         max_draft=max_draft,
         plain_backend=plain_backend,
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -107,6 +110,69 @@ def sequence_law(
             if p > 0
         }
     return law
+
+
+def slowly_processed(
+    logits: Sequence[float],
+    params: SamplingParams,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    *,
+    eos_token_ids: Sequence[int] = (),
+) -> list[float]:
+    """What `process_logits` does to one row, token by token."""
+    processed = []
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    bias = dict(params.logit_bias)
+    for token, z in enumerate(logits):
+        if token in prompt or token in text:
+            z = z / params.repetition_penalty if z > 0 else z * params.repetition_penalty
+        z -= params.frequency_penalty * list(text).count(token)
+        if token in text:
+            z -= params.presence_penalty
+        z += bias.get(token, 0.0)
+        if token in stops and len(text) < params.min_tokens:
+            z = -np.inf
+        processed.append(z)
+    return processed
+
+
+def processed_sequence_law(
+    model: Model,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    length: int,
+    *,
+    prompt_length: int | None = None,
+    eos_token_ids: Sequence[int] = (),
+) -> dict[tuple[int, ...], float]:
+    """The exact probability of every text of `length` tokens, or fewer where a stop token ends it, from processed
+    logits. prompt_length: where the prompt ends and text begins, default all of it."""
+    backend, prompt_length = get_backend("reference"), len(prompt) if prompt_length is None else prompt_length
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    finished: dict[tuple[int, ...], float] = {}
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        rows = []
+        for prefix in law:
+            whole = [*prompt, *prefix]
+            logits = fresh_logits(model, whole)[-1].tolist()
+            rows.append(
+                slowly_processed(
+                    logits, params, whole[:prompt_length], whole[prompt_length:], eos_token_ids=eos_token_ids
+                )
+            )
+        logits = torch.tensor(rows)
+        probs = backend.verify_probs(logits, RowParams.of([params] * len(law)), out=torch.empty(logits.shape))
+        longer = {
+            (*prefix, token): mass * p
+            for (prefix, mass), row in zip(law.items(), probs.double(), strict=True)
+            for token, p in enumerate((row / row.sum()).tolist())
+            if p > 0
+        }
+        finished |= {text: mass for text, mass in longer.items() if text[-1] in stops}
+        law = {text: mass for text, mass in longer.items() if text[-1] not in stops}
+    return finished | law
 
 
 def law_p_value(law: dict[tuple[int, ...], float], outcomes: Sequence[Sequence[int]]) -> float:

@@ -200,6 +200,15 @@ def test_model_drafts_greedily_for_a_greedy_request() -> None:
     assert first_proposals("model", prompts) == first_proposals("early_exit", prompts)  # the same two layers
 
 
+def test_sampled_exit_samples_from_the_layers_that_early_exit_runs_greedily() -> None:
+    prompts = random_prompts(8)
+    assert first_proposals("sampled_exit", prompts) == first_proposals("early_exit", prompts)
+    params = CONFIGS["topk20p90"]
+    sampled = first_proposals("sampled_exit", prompts, params)
+    assert sampled == first_proposals("model", prompts, params)  # a model of the same two layers
+    assert sampled != first_proposals("sampled_exit", prompts)
+
+
 def test_a_draw_follows_its_law() -> None:
     """Chi-squared of 100,000 draws; false-alarm rate 1e-4. The twin is the same draws against a law 2 % off."""
     law = torch.tensor([0.0, 0.4, 0.1, 0.0, 0.3, 0.2, 0.0])
@@ -230,7 +239,7 @@ def test_drafters_are_known_by_name() -> None:
         make_drafter("oracle", context)
     with pytest.raises(InvalidSetting, match="draft_model"):
         make_drafter("model", context)
-    for name in ("ngram", "early_exit", "self"):
+    for name in ("ngram", "early_exit", "sampled_exit", "self"):
         drafter = make_drafter(name, context)
         assert drafter.name == name
         assert drafter.describe()

@@ -127,7 +127,7 @@ def test_the_built_in_model_is_the_pinned_file(smollm2_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smollm3", "models/none.gguf.part/x", "/a/b"])
 def test_an_unknown_name_lists_what_can_be_given(name: str) -> None:
-    with pytest.raises(ModelUnavailable, match="GGUF file, a Hugging Face folder, or one of: smollm2-135m"):
+    with pytest.raises(ModelUnavailable, match="Hugging Face folder, or one of: smollm2-135m, tiny, tiny-draft"):
         resolve_model(name)
 
 

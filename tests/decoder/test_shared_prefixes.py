@@ -9,13 +9,20 @@ from hypothesis.extra import numpy as arrays
 from equivtest.decoder.shared_prefixes import SharedPrefixes, lexicographic
 
 
-@given(arrays.arrays(np.int64, st.tuples(st.integers(1, 12), st.integers(1, 6)), elements=st.integers(0, 2)))
-def test_samples_share_a_node_where_and_only_where_they_share_a_prefix(token_ids: np.ndarray) -> None:
+@given(
+    arrays.arrays(np.int64, st.tuples(st.integers(1, 12), st.integers(1, 6)), elements=st.integers(0, 3)),
+    st.booleans(),
+)
+def test_samples_share_a_node_where_and_only_where_they_share_a_prefix(token_ids: np.ndarray, stops: bool) -> None:
+    """With `stops` token 3 ends a text, whatever stands after it."""
     token_ids = token_ids[lexicographic(token_ids)]
-    prefixes = SharedPrefixes.of(token_ids)
+    ends = (token_ids == 3) & stops
+    lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, token_ids.shape[1])
+    prefixes = SharedPrefixes.of(token_ids, lengths)
+    assert ((prefixes.node >= 0) == (np.arange(token_ids.shape[1]) < lengths[:, None])).all()
     of_node: dict[int, tuple[int, ...]] = {}
     for sample, row in enumerate(token_ids):
-        for position in range(len(row)):
+        for position in range(lengths[sample]):
             prefix = tuple(row[:position].tolist())
             assert of_node.setdefault(int(prefixes.node[sample, position]), prefix) == prefix
     assert sorted(of_node) == list(range(prefixes.num_nodes))
@@ -26,7 +33,6 @@ def test_samples_share_a_node_where_and_only_where_they_share_a_prefix(token_ids
     batch = prefixes.batch(3, torch.device("cpu"))
     for index in range(len(batch.kv_lens)):
         own = slice(int(batch.query_start[index]), int(batch.query_start[index + 1]))
-        assert batch.page_table[index, int(batch.kv_lens[index]) - (own.stop - own.start) :].equal(
-            batch.slots[own].int()
-        )
+        length = int(batch.kv_lens[index])
+        assert batch.page_table[index, length - (own.stop - own.start) : length].equal(batch.slots[own].int())
     assert batch.slots.tolist() == list(range(3, 3 + prefixes.num_nodes))

@@ -12,9 +12,14 @@ from equivtest.records import Evidence
 from equivtest.stats.joint import joint_family
 from equivtest.stats.law import law_family
 from equivtest.stats.scored import ScoredTokens
-from equivtest.verdict.diagnosis import diagnose
+from equivtest.verdict import diagnosis
 from tests.stats.law_sampler import Fault, even_world, make_world, simulate
 from tests.stats.sequences import plain, prefix_laws, speculative
+
+
+def diagnose(*evidence: object, **options: object) -> tuple[str, ...]:
+    return tuple(one.sentence for one in diagnosis.diagnose(*evidence, **options))  # type: ignore[arg-type]
+
 
 NUM_RUNS = 20
 """Runs of 7,680 tokens for each fault."""

@@ -41,9 +41,9 @@ class ModelDrafter:
     together with the next round's first token.
     """
 
-    name = "model"
-
-    def __init__(self, model: Model, backend: KernelBackend, *, target: Model, label: str = "") -> None:
+    def __init__(
+        self, model: Model, backend: KernelBackend, *, target: Model, label: str = "", name: str = "model"
+    ) -> None:
         """label: how the record of a run names the small model. Raises UnsupportedModel for another vocabulary."""
         if model.config.vocab_size != target.config.vocab_size:
             raise UnsupportedModel(
@@ -51,7 +51,7 @@ class ModelDrafter:
                 f"its vocabulary has {model.config.vocab_size} tokens, the target's {target.config.vocab_size}; "
                 "a draft model must share the target's vocabulary",
             )
-        self.model, self.backend, self.label = model, backend, label
+        self.model, self.backend, self.label, self.name = model, backend, label, name
         self._call: _Call | None = None
         self._kv: PagedKVCache | None = None
         self._probs: Tensor | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from equivtest.decoder.drafters.base import Drafter
 from equivtest.decoder.drafters.draft_model import ModelDrafter
-from equivtest.decoder.drafters.early_exit import EarlyExitDrafter
+from equivtest.decoder.drafters.early_exit import EarlyExitDrafter, default_layers
 from equivtest.decoder.drafters.ngram import NgramDrafter
 from equivtest.decoder.model import Model
 from equivtest.errors import InvalidSetting, UnknownName
@@ -21,7 +21,7 @@ class DrafterContext:
     target: Model
     backend: KernelBackend
     early_exit_layers: int | None = None
-    """Layers of `early_exit`; None: `default_layers` of them."""
+    """Layers of `early_exit` and `sampled_exit`; None: `default_layers` of them."""
     draft_model: Callable[[], tuple[Model, str]] | None = None
     """Loads the small model of `model`, with the name the run records."""
 
@@ -32,11 +32,20 @@ def _model(context: DrafterContext) -> Drafter:
     return ModelDrafter(model, context.backend, target=context.target, label=label)
 
 
+def _sampled_exit(context: DrafterContext) -> Drafter:
+    target = context.target
+    depth = context.early_exit_layers or default_layers(target.config.num_layers)
+    label = f"the target's first {depth} of {target.config.num_layers} layers"
+    part = target.first_layers(depth)
+    return ModelDrafter(part, context.backend, target=target, label=label, name="sampled_exit")
+
+
 _FACTORIES: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "ngram": lambda _: NgramDrafter(),
     "early_exit": lambda context: EarlyExitDrafter(context.target, num_layers=context.early_exit_layers),
     "self": lambda context: EarlyExitDrafter(context.target, num_layers=context.target.config.num_layers, name="self"),
     "model": _model,
+    "sampled_exit": _sampled_exit,
 }
 
 
