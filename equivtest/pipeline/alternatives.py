@@ -73,6 +73,7 @@ def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[Alternat
         if twisted not in seen and not (params.greedy and name in ("raw", "no_temperature")):
             seen.add(twisted)
             yield Alternative(name, twisted)
+    yield Alternative("logits_as_probs", params, Reading(softmax=False))
     yield Alternative("row_before", params, Reading(row=-1))
     yield Alternative("row_after", params, Reading(row=1))
     if params.penalised:

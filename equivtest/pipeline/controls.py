@@ -23,14 +23,14 @@ from equivtest.files import sole_writer
 from equivtest.pipeline.alternatives import alternative_evidence
 from equivtest.pipeline.identity import identity_evidence
 from equivtest.pipeline.kills import Judgement, identity_kills, judge
-from equivtest.pipeline.live_evidence import IDENTITY_FILE, keep_lines, kept_lines
+from equivtest.pipeline.live_evidence import ALTERNATIVES_FILE, IDENTITY_FILE, keep_lines, kept_lines
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
 from equivtest.pipeline.one_arm import gather, large_batches, shards_of
 from equivtest.pipeline.progress import Listener, Silent
 from equivtest.protocol.budgets import Budget, get_budget
 from equivtest.protocol.plan import Protocol
 from equivtest.protocol.prompts import load_prompt_set
-from equivtest.records import Arm, Evidence, Kill, Nature
+from equivtest.records import KILL_LEVEL, Arm, Evidence, Kill, Nature
 from equivtest.report.kill_matrix import KillMatrix, Outcome, write_kill_matrix
 from equivtest.rng import stream_key
 from equivtest.verdict.diagnosis import Diagnosis, diagnose
@@ -163,7 +163,9 @@ class _Study:
                 waiting[fault.name] = self._sampled(engine, fault)
         self._listener.message("judging")
         plain = [
-            _outcome(_plain(config), kills=future.result().kills, diagnosis=diagnose(future.result().law))
+            _outcome(
+                _plain(config), kills=future.result().kills, diagnosis=diagnose(future.result().law, alpha=KILL_LEVEL)
+            )
             for config, future in self._plain.items()
         ]
         return (*plain, *(waiting[fault.name]() for fault in subjects))
@@ -211,7 +213,7 @@ class _Study:
         try:
             gather(folder, protocol, engine, batches, Silent(), fault.name, fault=fault)
             lines = self._identity(engine, protocol, fault)
-            instead = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
+            instead = self._alternatives(engine, protocol, fault)
         except EquivtestError as error:
             refusal = f"{type(error).__name__}: {error}"
             return lambda: _outcome(fault, refused=refusal)
@@ -220,7 +222,9 @@ class _Study:
 
         def judged() -> Outcome:
             mine, plain = future.result(), self._plain[config].result()
-            said = diagnose(mine.law, off=plain.law, joint=mine.joint, identity=lines, alternatives=instead)
+            said = diagnose(
+                mine.law, off=plain.law, joint=mine.joint, identity=lines, alternatives=instead, alpha=KILL_LEVEL
+            )
             return _outcome(fault, kills=(*mine.kills, *identity_kills(lines)), diagnosis=said)
 
         return judged
@@ -230,6 +234,13 @@ class _Study:
         if not path.exists():
             keep_lines(path, {config: identity_evidence(engine, protocol, config, fault)})
         return kept_lines(path)[config]
+
+    def _alternatives(self, engine: Engine, protocol: Protocol, fault: Fault) -> tuple[Evidence, ...]:
+        folder, config = self._run_dir / fault.name, fault.setting.config
+        if not (folder / ALTERNATIVES_FILE).exists():
+            lines = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
+            keep_lines(folder / ALTERNATIVES_FILE, {config: lines})
+        return kept_lines(folder / ALTERNATIVES_FILE)[config]
 
     def _own(self, config: str, name: str) -> Protocol:
         """The protocol of one subject. Each has streams of its own: chance must not strike all of them together."""

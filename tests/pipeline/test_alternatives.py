@@ -47,6 +47,7 @@ def best(lines: tuple[Evidence, ...], rows: str = "draft") -> str:
         ("temperature_ignored", "topp95", "no_temperature"),
         ("argmax_drafts", "topp95", "greedy"),
         ("shifted_rows", "topp95", "row_before"),
+        ("logits_as_probs", "topp95", "logits_as_probs"),
         ("penalties_skipped", "penalties", "no_penalties"),
         ("frequency_skips_drafts", "penalties", "no_frequency_penalty"),
         ("stale_history", "penalties", "stale_history"),
@@ -84,6 +85,7 @@ def test_the_sentence_names_rows_and_law(engine: DecoderEngine, tmp_path: Path) 
 
 def test_alternatives_are_laws_that_differ() -> None:
     names = [alternative.name for alternative in alternatives_of(CONFIGS["topp95"], 3)]
-    assert names == ["the law", "raw", "no_temperature", "no_top_p", "greedy", "row_before", "row_after"]
+    read = ["logits_as_probs", "row_before", "row_after"]
+    assert names == ["the law", "raw", "no_temperature", "no_top_p", "greedy", *read]
     plain = [alternative.name for alternative in alternatives_of(SamplingParams(), 3)]
-    assert plain == ["the law", "greedy", "row_before", "row_after"]
+    assert plain == ["the law", "greedy", *read]
