@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from equivtest.engines.base import Engine
+from equivtest.errors import InvalidShard
 from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.manifest import Manifest
 from equivtest.pipeline.progress import Listener
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Batch, Protocol
-from equivtest.records import Arm, Request
+from equivtest.records import Arm, Generation, Request, ShardKey
+from equivtest.samples.keys import shard_path
 from equivtest.samples.shards import shard_is_done, write_shard
 
 
@@ -49,6 +51,7 @@ def collect(
                 params=CONFIGS[shard.config],
                 stream_key=protocol.stream_key(arm, shard.config, shard.prompt_id, seed),
                 max_tokens=protocol.num_positions,
+                logprobs="processed",
             )
             for shard in batch
             for seed in range(shard.seed_start, shard.seed_stop)
@@ -63,9 +66,24 @@ def collect(
         seconds = time.perf_counter() - started
         first = 0
         for shard in batch:
-            write_shard(run_dir, shard, generations[first : first + shard.num_seeds])
+            own = generations[first : first + shard.num_seeds]
+            _require_whole(run_dir, shard, own, protocol.num_positions)
+            write_shard(run_dir, shard, own, protocol.num_positions)
             first += shard.num_seeds
-        manifest = manifest.add_time(arm, seconds, num_tokens)
+        made = sum(len(generation.token_ids) for generation in generations)
+        listener.skip(num_tokens - made)
+        manifest = manifest.add_time(arm, seconds, made)
         manifest.write(run_dir)
     listener.finish()
     return manifest
+
+
+def _require_whole(run_dir: Path, shard: ShardKey, generations: Sequence[Generation], num_positions: int) -> None:
+    """Raise InvalidShard for a text that ended early where nothing ends a text."""
+    params = CONFIGS[shard.config]
+    if params.stop_token_ids or not params.ignore_eos:
+        return
+    for seed, generation in enumerate(generations, start=shard.seed_start):
+        if len(generation.token_ids) < num_positions:
+            problem = f"seed {seed} ended after {len(generation.token_ids)} of {num_positions} tokens"
+            raise InvalidShard(shard_path(run_dir, shard), f"{problem}, and nothing ends a text of {shard.config}")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from equivtest.errors import MissingSamples
 from equivtest.pipeline.analysis_options import LEVEL, AnalysisOptions
-from equivtest.pipeline.law_input import read_scored_tokens
+from equivtest.pipeline.law_input import logprob_tolerance, read_scored_tokens
 from equivtest.protocol.plan import Batch, Protocol
 from equivtest.records import Arm, Comparison, Evidence
 from equivtest.rng import stream_key
@@ -21,7 +21,8 @@ from equivtest.samples.keys import shard_path
 from equivtest.samples.reader import read_arm_tokens
 from equivtest.samples.validate import read_keyed_table
 from equivtest.stats.joint import JointResult, joint_family
-from equivtest.stats.law import law_family
+from equivtest.stats.law import LawResult, law_family
+from equivtest.stats.logprobs import LogprobTolerance
 from equivtest.stats.marginal import MarginalResult, marginal_family
 from equivtest.stats.scored import ScoredTokens
 from equivtest.verdict.facts import LAW_ROLES, ROLES, Confirmation, Finding, Place, Role
@@ -56,11 +57,19 @@ class RunSamples:
     run_dir: Path
     protocol: Protocol
     options: AnalysisOptions
+    logprob_tolerance: LogprobTolerance
+    """Of the precision that the model ran in."""
     _tokens: dict[Arm, Strata]
 
     @classmethod
     def of(cls, run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> RunSamples:
-        return cls(run_dir=run_dir, protocol=protocol, options=options, _tokens={})
+        tolerance = logprob_tolerance(run_dir)
+        return cls(run_dir=run_dir, protocol=protocol, options=options, logprob_tolerance=tolerance, _tokens={})
+
+    def law(self, tokens: ScoredTokens, stratum: str) -> LawResult:
+        """The law family with the margins of the options. Raises InsufficientSamples."""
+        margins = self.options.margins(self.protocol.budget)
+        return law_family(tokens, stratum, margins=margins, tolerance=self.logprob_tolerance)
 
     @property
     def strata(self) -> tuple[tuple[str, str], ...]:
@@ -195,7 +204,7 @@ def judge_law(samples: RunSamples, arm: Arm, evidence: LawEvidence) -> Judged:
 
         def again() -> Confirmation:
             fresh = {
-                config: law_family(samples.fresh_scored(arm, config), f"{arm} / {config}, fresh")
+                config: samples.law(samples.fresh_scored(arm, config), f"{arm} / {config}, fresh")
                 for config in dict.fromkeys(place.config for place in tested)
             }
             start, stop = samples.protocol.confirmation_seeds
@@ -216,7 +225,7 @@ def judge_reference(samples: RunSamples, evidence: LawEvidence, suspect: Finding
         wanted = Want(role=finding.role, arms=(Arm.OFF,), strata=strata, scored=True)
 
         def again() -> Confirmation:
-            fresh = {config: law_family(samples.fresh_scored(Arm.OFF, config), "off, fresh") for config in configs}
+            fresh = {config: samples.law(samples.fresh_scored(Arm.OFF, config), "off, fresh") for config in configs}
             tested = [Place(config, test=line.name) for config in configs for line in fresh[config].evidence]
             start, stop = samples.protocol.confirmation_seeds
             return law_confirmation(fresh, tested, num_samples=(stop - start) * len(samples.protocol.prompts))

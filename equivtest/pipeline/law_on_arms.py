@@ -13,7 +13,7 @@ from equivtest.pipeline.frames import pit_frame, power_frame
 from equivtest.pipeline.watch import Watch, watch
 from equivtest.records import Arm, Evidence
 from equivtest.report.data import PIT_COLUMNS
-from equivtest.stats.law import LawResult, law_family
+from equivtest.stats.law import LawResult
 from equivtest.stats.law_difference import on_minus_off
 from equivtest.stats.scored import ScoredTokens
 from equivtest.verdict.facts import LAW_ROLES, Interval
@@ -67,8 +67,7 @@ class LawOnArms:
                 for config in protocol.configs:
                     scored[arm, config] = samples.scored(arm, config)
                 results[arm] = {
-                    config: law_family(scored[arm, config], f"{arm} / {config}", margins=margins)
-                    for config in protocol.configs
+                    config: samples.law(scored[arm, config], f"{arm} / {config}") for config in protocol.configs
                 }
                 evidence[arm] = adjusted_law_evidence(results[arm])
                 if arm in LAW_ROLES:

@@ -19,7 +19,7 @@ from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import InvalidSetting
 from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.families import generator
-from equivtest.pipeline.law_input import read_scored_tokens
+from equivtest.pipeline.law_input import logprob_tolerance, read_scored_tokens
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
 from equivtest.pipeline.one_arm import gather, large_batches, shards_of
 from equivtest.pipeline.power import TARGET_POWER
@@ -194,7 +194,8 @@ def _judge_run(
 
 def _law(folder: Path, protocol: Protocol, arm: Arm, config: str, runs: Sequence[int]) -> LawResult:
     batches = [shards_of(protocol, arm, config, run) for run in runs]
-    return law_family(read_scored_tokens(folder, batches, protocol.num_positions), f"{arm} / {config}")
+    tokens = read_scored_tokens(folder, batches, protocol.num_positions)
+    return law_family(tokens, f"{arm} / {config}", tolerance=logprob_tolerance(folder))
 
 
 def _rows(config: str, subject: Subject, verdicts: Sequence[_RunVerdict]) -> Iterator[StudyRow]:

@@ -24,6 +24,7 @@ TEST_WORDS = {
     "duplicates": "equal samples",
     "support": "tokens that the filters remove",
     "residual": "rejected drafts put out again",
+    "logprobs": "reported log-probabilities",
 }
 """What a test looks at, by the first word of its name."""
 

@@ -119,7 +119,8 @@ def acceptance_by_arm(samples: pa.Table) -> pa.Table:
 
     `acceptance_rate` is accepted drafts over drafts reached, `mean_accepted` accepted drafts per round that offered
     any; both are null without such rounds. The last round of a sample may be cut off by its end, which lowers
-    `mean_accepted` a little. `samples` needs the columns that `acceptance_by_slot` needs.
+    `mean_accepted` a little. Rows after the end of a text are no tokens. `samples` needs the columns that
+    `acceptance_by_slot` needs.
     """
     arms, configs, groups, slot, num_draft, origins = _acceptance_arrays(samples)
 
@@ -133,7 +134,7 @@ def acceptance_by_arm(samples: pa.Table) -> pa.Table:
         {
             "arm": pa.array(arms, pa.string()),
             "config": pa.array(configs, pa.string()),
-            "num_tokens": np.bincount(groups, minlength=len(arms)),
+            "num_tokens": count(origins != "ended"),
             "num_rounds": rounds,
             **by_origin,
             "acceptance_rate": pa.array(accepted / np.maximum(reached, 1), mask=reached == 0),

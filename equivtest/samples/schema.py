@@ -1,14 +1,18 @@
-"""The columns of a samples file: one row per generated token, sorted by seed and position."""
+"""The columns of a samples file: one row per position of every sample, sorted by seed and position.
+
+A text that ended early has every position all the same: rows of origin `ended` repeat its last token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-SCHEMA_VERSION = 1
-"""Raised when a column changes its name, type or meaning; a file of another version is refused, never guessed at."""
+SCHEMA_VERSION = 2
+"""Raised when a column changes its name, type or meaning; a file of an unknown version is refused, never guessed at."""
 
 VERSION_KEY = b"equivtest.samples.version"
 """Key of the version in the metadata of the arrow schema."""
@@ -21,13 +25,14 @@ COLUMN_DOCS: Mapping[str, str] = MappingProxyType(
         "seed": "replicate number of the sample within (arm, config, prompt_id)",
         "position": "index of the generated token, 0 for the first token after the prompt",
         "token_id": "the token put out",
-        "origin": "accepted, recovered, bonus or plain: how the token came to be put out",
-        "slot": "index in the draft block: 0..num_draft-1, num_draft for bonus, -1 for plain",
-        "draft_token_id": "the draft offered at this position; null for bonus and plain",
+        "origin": "accepted, recovered, bonus or plain: how the token came to be put out; ended: the text had stopped",
+        "slot": "index in the draft block: 0..num_draft-1, num_draft for bonus, -1 for plain and ended",
+        "draft_token_id": "the draft offered at this position; null for bonus, plain and ended",
         "step": "index of the batch step that put the token out",
         "batch_row": "row of the request in the batch at that step",
         "num_draft": "drafts offered to the request at that step",
         "route": "spec, or plain: and the reason why the request does not go the speculative way",
+        "logprob": "log-probability that the engine reported for the token, nats; null where it reported none",
     }
 )
 """What each column holds, in the order of the file; also written into the metadata of each field."""
@@ -48,10 +53,11 @@ _TYPES: Mapping[str, pa.DataType] = MappingProxyType(
         "batch_row": pa.int32(),
         "num_draft": pa.int8(),
         "route": _NAME,
+        "logprob": pa.float32(),
     }
 )
 
-NULLABLE = frozenset({"draft_token_id"})
+NULLABLE = frozenset({"draft_token_id", "logprob"})
 """The columns that may hold nulls."""
 
 SAMPLES_SCHEMA = pa.schema(
@@ -61,16 +67,33 @@ SAMPLES_SCHEMA = pa.schema(
     ],
     metadata={VERSION_KEY: str(SCHEMA_VERSION).encode()},
 )
-"""The arrow schema of every samples file."""
+"""The arrow schema of every samples file that is written."""
+
+_SAMPLES_SCHEMA_1 = pa.schema(
+    [field for field in SAMPLES_SCHEMA if field.name != "logprob"], metadata={VERSION_KEY: b"1"}
+)
+"""Version 1: no engine reported log-probabilities, and no text ended early."""
+
+
+def read_version(file: pq.ParquetFile, expected: pa.Schema, columns: Sequence[str]) -> pa.Table:
+    """Those columns of a file without a `schema_problem`; what its version did not have yet is null."""
+    table = file.read([name for name in columns if name in file.schema_arrow.names], use_threads=False)
+    for name in columns:
+        if name not in table.column_names:
+            table = table.append_column(expected.field(name), pa.nulls(table.num_rows, expected.field(name).type))
+    return table.select(columns).replace_schema_metadata(expected.metadata)
 
 
 def schema_problem(schema: pa.Schema, expected: pa.Schema = SAMPLES_SCHEMA) -> str | None:
     """What is wrong with the schema of a file that should have the schema `expected`, or None.
 
-    `expected` has its version as its only metadata. Descriptions of columns are not compared.
+    `expected` has its version as its only metadata. Descriptions of columns are not compared. A samples file may be of
+    version 1.
     """
     ((key, expected_version),) = expected.metadata.items()
     version = (schema.metadata or {}).get(key)
+    if expected is SAMPLES_SCHEMA and version == b"1":
+        return schema_problem(schema, _SAMPLES_SCHEMA_1)
     if version is None:
         kind = key.decode().split(".")[1]
         return f"no {key.decode()} in its metadata: not a {kind} file"

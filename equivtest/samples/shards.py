@@ -7,6 +7,7 @@ again: that is all that resume is.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,23 +29,22 @@ _LOG = logging.getLogger(__name__)
 _ROW_GROUP_ROWS = 65_536
 _COMPRESSION_LEVEL = 3
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(Origin)}
+_ARRAYS = ("origins", "slots", "draft_token_ids", "steps", "batch_rows", "num_drafts", "logprobs")
 
 
-def write_shard(run_dir: Path, key: ShardKey, generations: Sequence[Generation]) -> Path:
+def write_shard(run_dir: Path, key: ShardKey, generations: Sequence[Generation], num_positions: int) -> Path:
     """Write the generations of seeds `seed_start..seed_stop-1`, in that order, and return the path of the shard.
 
-    The rows are validated before anything is written. The same rows give the same bytes (with one version of
-    pyarrow). A process killed at any moment leaves the previous file, or none, or the whole new one under the name.
+    A text that ended early is filled up to `num_positions` with rows of origin `ended`. The rows are validated before
+    anything is written. The same rows give the same bytes (with one version of pyarrow). A process killed at any moment
+    leaves the previous file, or none, or the whole new one under the name.
     Raises InvalidShard when the generations do not make a valid shard.
     """
     path = shard_path(run_dir, key)
     if len(generations) != key.num_seeds:
         raise InvalidShard(path, f"{len(generations)} generations for {key.num_seeds} seeds")
-    lengths = sorted({len(generation.token_ids) for generation in generations})
-    if len(lengths) != 1:
-        raise InvalidShard(path, f"generations of different lengths: {', '.join(map(str, lengths))}")
-    table = _to_table(path, key, generations, lengths[0])
-    check_rows(path, table, key, lengths[0])
+    table = _to_table(path, key, generations, num_positions)
+    check_rows(path, table, key, num_positions)
     write_table(path, table)
     return path
 
@@ -101,24 +101,29 @@ def write_table(path: Path, table: pa.Table) -> None:
 def _to_table(path: Path, key: ShardKey, generations: Sequence[Generation], num_positions: int) -> pa.Table:
     """Rows of SAMPLES_SCHEMA, sorted by seed and position."""
     num_rows = len(generations) * num_positions
-    routes = {route: code for code, route in enumerate(dict.fromkeys(str(g.route) for g in generations))}
-    route_codes = [routes[str(g.route)] for g in generations]
-    draft_ids = _concatenate(path, "draft_token_ids", [g.draft_token_ids for g in generations], num_rows)
-    origins = [_ORIGIN_CODES[origin] for g in generations for origin in g.origins]
+    whole = [_filled_up(path, generation, num_positions) for generation in generations]
+    routes = {route: code for code, route in enumerate(dict.fromkeys(str(g.route) for g in whole))}
+    origins = np.array([_ORIGIN_CODES[origin] for g in whole for origin in g.origins])
+    draft_ids = np.concatenate([g.draft_token_ids for g in whole])
+    reported = np.repeat([g.logprobs is not None for g in whole], num_positions)
+    logprobs = [np.zeros(num_positions, np.float32) if g.logprobs is None else g.logprobs for g in whole]
     columns = {
         "arm": constant_column(key.arm, num_rows),
         "config": constant_column(key.config, num_rows),
         "prompt_id": constant_column(key.prompt_id, num_rows),
         "seed": np.repeat(np.arange(key.seed_start, key.seed_stop), num_positions),
-        "position": np.tile(np.arange(num_positions), len(generations)),
-        "token_id": _concatenate(path, "token_ids", [g.token_ids for g in generations], num_rows),
-        "origin": _dictionary(_concatenate(path, "origins", [np.asarray(origins)], num_rows), [*Origin]),
-        "slot": _concatenate(path, "slots", [g.slots for g in generations], num_rows),
+        "position": np.tile(np.arange(num_positions), len(whole)),
+        "token_id": np.concatenate([g.token_ids for g in whole]),
+        "origin": _dictionary(origins, [*Origin]),
+        "slot": np.concatenate([g.slots for g in whole]),
         "draft_token_id": pa.array(draft_ids, pa.int32(), mask=draft_ids == -1),
-        "step": _concatenate(path, "steps", [g.steps for g in generations], num_rows),
-        "batch_row": _concatenate(path, "batch_rows", [g.batch_rows for g in generations], num_rows),
-        "num_draft": _concatenate(path, "num_drafts", [g.num_drafts for g in generations], num_rows),
-        "route": _dictionary(np.repeat(route_codes, num_positions), list(routes)),
+        "step": np.concatenate([g.steps for g in whole]),
+        "batch_row": np.concatenate([g.batch_rows for g in whole]),
+        "num_draft": np.concatenate([g.num_drafts for g in whole]),
+        "route": _dictionary(np.repeat([routes[str(g.route)] for g in whole], num_positions), list(routes)),
+        "logprob": pa.array(
+            np.concatenate(logprobs), pa.float32(), mask=~reported | (origins == _ORIGIN_CODES[Origin.ENDED])
+        ),
     }
     arrays = [
         values if isinstance(values, pa.Array) else pa.array(values).cast(SAMPLES_SCHEMA.field(name).type)
@@ -127,13 +132,27 @@ def _to_table(path: Path, key: ShardKey, generations: Sequence[Generation], num_
     return pa.Table.from_arrays(arrays, schema=SAMPLES_SCHEMA)
 
 
-def _concatenate(
-    path: Path, name: str, arrays: Sequence[npt.NDArray[np.integer]], num_rows: int
-) -> npt.NDArray[np.integer]:
-    joined = np.concatenate(arrays)
-    if len(joined) != num_rows:
-        raise InvalidShard(path, f"{name} has {len(joined)} entries for {num_rows} tokens")
-    return joined
+def _filled_up(path: Path, generation: Generation, num_positions: int) -> Generation:
+    """The generation with every position: after its last token rows of origin `ended` that repeat it."""
+    num_tokens = len(generation.token_ids)
+    for name in _ARRAYS:
+        values = getattr(generation, name)
+        if values is not None and len(values) != num_tokens:
+            raise InvalidShard(path, f"{name} has {len(values)} entries for {num_tokens} tokens")
+    if not 1 <= num_tokens <= num_positions:
+        raise InvalidShard(path, f"a generation of {num_tokens} tokens for {num_positions} positions")
+    after = (0, num_positions - num_tokens)
+    return dataclasses.replace(
+        generation,
+        token_ids=np.pad(generation.token_ids, after, mode="edge"),
+        origins=(*generation.origins, *[Origin.ENDED] * after[1]),
+        slots=np.pad(generation.slots, after, constant_values=-1),
+        draft_token_ids=np.pad(generation.draft_token_ids, after, constant_values=-1),
+        steps=np.pad(generation.steps, after, mode="edge"),
+        batch_rows=np.pad(generation.batch_rows, after, mode="edge"),
+        num_drafts=np.pad(generation.num_drafts, after),
+        logprobs=None if generation.logprobs is None else np.pad(generation.logprobs, after),
+    )
 
 
 def constant_column(value: str, num_rows: int) -> pa.DictionaryArray:

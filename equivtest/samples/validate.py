@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from equivtest.errors import InvalidShard
 from equivtest.records import Arm, Origin, ShardKey
-from equivtest.samples.schema import NULLABLE, SAMPLES_SCHEMA, schema_problem
+from equivtest.samples.schema import NULLABLE, SAMPLES_SCHEMA, read_version, schema_problem
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -25,7 +25,7 @@ def read_shard_table(path: Path, columns: list[str] | None = None, *, schema: pa
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             problem = schema_problem(file.schema_arrow, schema)
-            table = None if problem else file.read(columns, use_threads=False)
+            table = None if problem else read_version(file, schema, columns or schema.names)
     except FileNotFoundError as absent:
         raise InvalidShard(path, "no such file") from absent
     except (pa.ArrowException, OSError) as damaged:
@@ -121,6 +121,7 @@ class _Rows:
         self.seed, self.position, self.token_id, self.slot, self.step, self.batch_row, self.num_draft = (
             table.column(name).to_numpy().astype(np.int64) for name in integers
         )
+        self.has_logprob = table.column("logprob").is_valid().to_numpy()
         self.has_draft = table.column("draft_token_id").is_valid().to_numpy()
         self.draft_token_id = pc.fill_null(table.column("draft_token_id"), -1).to_numpy()
         self.origin = table.column("origin").cast(pa.string())
@@ -131,11 +132,10 @@ class _Rows:
 
     def broken_claims(self, key: ShardKey) -> Iterator[tuple[str, BoolArray]]:
         """Each claim a valid shard keeps, in the words of its violation, and the rows that break it."""
-        accepted, recovered, bonus, plain = (
-            self._is(origin) for origin in (Origin.ACCEPTED, Origin.RECOVERED, Origin.BONUS, Origin.PLAIN)
-        )
+        accepted, recovered, bonus, plain, ended = (self._is(origin) for origin in Origin)
+        speculated = accepted | recovered | bonus
         in_block = (self.slot >= 0) & (self.slot < self.num_draft)
-        yield "unknown origin", ~(accepted | recovered | bonus | plain)
+        yield "unknown origin", ~(speculated | plain | ended)
         for name in ("token_id", "step", "batch_row", "num_draft"):
             yield f"negative {name}", getattr(self, name) < 0
         yield "negative draft_token_id", self.has_draft & (self.draft_token_id < 0)
@@ -150,8 +150,15 @@ class _Rows:
         yield "plain with a draft token", plain & self.has_draft
         yield "plain, but slot is not -1", plain & (self.slot != -1)
         yield "plain, but num_draft is not 0", plain & (self.num_draft != 0)
-        yield "speculated although the request is routed plain", self.routed_plain & ~plain
-        yield "speculated in the arm off", ~plain & (key.arm == Arm.OFF)
+        yield "ended with a draft token", ended & self.has_draft
+        yield "ended, but slot is not -1", ended & (self.slot != -1)
+        yield "ended, but num_draft is not 0", ended & (self.num_draft != 0)
+        yield "ended with a log-probability", ended & self.has_logprob
+        yield "ended before the first token", ended & (self.position == 0)
+        yield "ended, but token_id differs from the one before", ended & (self.token_id != np.roll(self.token_id, 1))
+        yield "a token after the end of its text", ~ended & (self.position > 0) & np.roll(ended, 1)
+        yield "speculated although the request is routed plain", self.routed_plain & speculated
+        yield "speculated in the arm off", speculated & (key.arm == Arm.OFF)
         yield "slot does not follow an accepted slot of the same step", (self.slot > 0) & ~self._follows(accepted)
 
     def _follows(self, accepted: BoolArray) -> BoolArray:

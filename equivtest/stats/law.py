@@ -17,6 +17,7 @@ from equivtest.records import Evidence, Origin
 from equivtest.stats.law_counts import duplicates, residual, support
 from equivtest.stats.law_martingale import SLOT_KINDS, bias, lag, slots_of_kind, surprisal
 from equivtest.stats.law_uniform import neighbours, pit, rows
+from equivtest.stats.logprobs import FLOAT32, LogprobTolerance, logprobs
 from equivtest.stats.multiplicity import holm
 from equivtest.stats.scored import ORIGIN_CODES, Floats, ScoredTokens
 
@@ -43,8 +44,8 @@ class LawResult:
     """Every test of the family on one stratum."""
 
     evidence: tuple[Evidence, ...]
-    """In the order bias, bias_slot_*, surprisal_*, rank, vocab, lag_*, rows, duplicates, support, residual; p-values
-    are raw."""
+    """In the order bias, bias_slot_*, surprisal_*, rank, vocab, lag_*, rows, duplicates, support, residual,
+    logprobs; p-values are raw."""
     adjusted: Floats
     """[len(evidence)] p-values adjusted for the family (Holm 1979)."""
     left_out: tuple[InsufficientSamples, ...]
@@ -64,17 +65,24 @@ class LawResult:
         raise InvalidSetting("law test", name, f"was not computed; there are {there}")
 
 
-def law_family(tokens: ScoredTokens, stratum: str, *, margins: LawMargins | None = None) -> LawResult:
+def law_family(
+    tokens: ScoredTokens,
+    stratum: str,
+    *,
+    margins: LawMargins | None = None,
+    tolerance: LogprobTolerance = FLOAT32,
+) -> LawResult:
     """Every test that the tokens allow, and Holm over those that were computed.
 
-    stratum: what the tokens are, for the evidence. Which tests apply depends on slots and on the origins of earlier
+    stratum: what the tokens are, for the evidence. tolerance: of reported log-probabilities, by the precision of the
+    model. Which tests apply depends on slots and on the origins of earlier
     tokens alone. A test with too few tokens is listed in `left_out`, never dropped in silence; a test with none (bias
     without drafts, rows without a batch) does not apply and is not listed. The result does not depend on the order of
     the samples, up to rounding. Raises InsufficientSamples when no PIT test can be computed.
     """
     evidence: list[Evidence] = []
     left_out: list[InsufficientSamples] = []
-    for test in _tests(tokens, margins or LawMargins()):
+    for test in _tests(tokens, margins or LawMargins(), tolerance):
         try:
             evidence.append(test(tokens, stratum))
         except InsufficientSamples as insufficient:
@@ -88,7 +96,7 @@ def law_family(tokens: ScoredTokens, stratum: str, *, margins: LawMargins | None
     )
 
 
-def _tests(tokens: ScoredTokens, margins: LawMargins) -> Iterator[Test]:
+def _tests(tokens: ScoredTokens, margins: LawMargins, tolerance: LogprobTolerance) -> Iterator[Test]:
     has_draft = tokens.has_draft
     if has_draft.any():
         yield partial(bias, margin=margins.bias)
@@ -109,3 +117,5 @@ def _tests(tokens: ScoredTokens, margins: LawMargins) -> Iterator[Test]:
     yield support
     if (tokens.origin == ORIGIN_CODES[Origin.RECOVERED]).any():
         yield residual
+    if tokens.logprob is not None:
+        yield partial(logprobs, tolerance=tolerance)

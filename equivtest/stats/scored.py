@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,8 @@ class ScoredTokens:
     position: Ints
     token_id: Ints
     origin: Ints
-    """Index into records.Origin: accepted, recovered, bonus, plain."""
+    """Index into records.Origin. Positions after the end of a text are no tokens; one of origin `ended` is the end of a
+    text that its law does not have."""
     slot: Ints
     """Index in the draft block: 0..num_draft-1, num_draft for bonus, -1 for plain."""
     num_draft: Ints
@@ -68,14 +70,17 @@ class ScoredTokens:
     """Variance of q over p."""
     support_violation: Bools
     """p(y) = 0, beyond the scorer's tolerance at the cut."""
+    logprob: Floats | None = None
+    """Nats, as the engine reported it: NaN where it reported none, -inf where what it reported is no finite number.
+    None where it reported none at all."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            array = np.asarray(getattr(self, field.name))
-            kind = np.bool_ if field.name in _FLAGS else np.int64 if field.name in _WHOLE else np.float64
-            object.__setattr__(self, field.name, array.astype(kind, copy=False))
-        if self.sample.ndim != 1 or any(getattr(self, f.name).shape != self.sample.shape for f in _fields()):
-            shapes = {f.name: getattr(self, f.name).shape for f in _fields()}
+        for name, values in self._columns().items():
+            kind = np.bool_ if name in _FLAGS else np.int64 if name in _WHOLE else np.float64
+            object.__setattr__(self, name, np.asarray(values).astype(kind, copy=False))
+        columns = self._columns()
+        if self.sample.ndim != 1 or any(values.shape != self.sample.shape for values in columns.values()):
+            shapes = {name: values.shape for name, values in columns.items()}
             raise InvalidSetting("ScoredTokens", shapes, "must be flat arrays of one length")
         if not len(self.sample):
             raise InsufficientSamples("law family (tokens)", 0, 1)
@@ -113,11 +118,12 @@ class ScoredTokens:
 
     def take(self, chosen: Bools) -> ScoredTokens:
         """The chosen tokens (bool [num_tokens]); whole samples, or leading parts of them."""
-        return ScoredTokens(**{field.name: getattr(self, field.name)[chosen] for field in _fields()})
+        return ScoredTokens(**{name: values[chosen] for name, values in self._columns().items()})
 
-
-def _fields() -> tuple[dataclasses.Field[object], ...]:
-    return dataclasses.fields(ScoredTokens)
+    def _columns(self) -> dict[str, Any]:
+        """The columns that are there, by name."""
+        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: values for name, values in columns.items() if values is not None}
 
 
 def _require(name: str, values: Floats | Ints, low: float, high: float) -> None:

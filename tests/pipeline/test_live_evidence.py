@@ -42,9 +42,7 @@ def engine() -> DecoderEngine:
 
 
 def judge(folder: Path, engine: object) -> RunResult:
-    options = RunOptions(
-        budget="smoke", engine=EngineOptions(model="tiny"), analysis=AnalysisOptions(), run_dir=folder
-    )
+    options = RunOptions(budget="smoke", engine=EngineOptions(model="tiny"), analysis=AnalysisOptions(), run_dir=folder)
     return run(options, engine=engine)  # type: ignore[arg-type]
 
 

@@ -84,7 +84,7 @@ def collected(tmp_path: Path) -> tuple[Path, FakeEngine]:
         ]
         generations = executor.generate(requests, speculative=batch[0].arm is not Arm.OFF)
         for index, key in enumerate(batch):
-            write_shard(tmp_path, key, generations[16 * index : 16 * index + 16])
+            write_shard(tmp_path, key, generations[16 * index : 16 * index + 16], 8)
     return tmp_path, Scores(Scorer(executor.model, get_backend("cpp")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,6 +41,12 @@ def plain_generation(seed: int, *, num_positions: int = NUM_POSITIONS, reason: s
     rng = np.random.default_rng(seed)
     rows = [(int(rng.integers(50)), Origin.PLAIN, -1, -1, step, 0) for step in range(num_positions)]
     return _generation(rows, Route(False, reason))
+
+
+def cut_short(generation: Generation, num_tokens: int) -> Generation:
+    """The generation as if its last token had stopped it."""
+    names = ("token_ids", "origins", "slots", "draft_token_ids", "steps", "batch_rows", "num_drafts")
+    return dataclasses.replace(generation, **{name: getattr(generation, name)[:num_tokens] for name in names})
 
 
 def generations_of(key: ShardKey, num_positions: int = NUM_POSITIONS) -> list[Generation]:

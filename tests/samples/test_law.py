@@ -41,7 +41,7 @@ def law_of(key: ShardKey, num_positions: int = NUM_POSITIONS) -> tuple[np.ndarra
 
 
 def write_both(run_dir: Path, key: ShardKey) -> Path:
-    write_shard(run_dir, key, generations_of(key))
+    write_shard(run_dir, key, generations_of(key), NUM_POSITIONS)
     return write_law_shard(run_dir, key, *law_of(key))
 
 
@@ -76,7 +76,7 @@ def test_every_column_is_described_in_the_file(tmp_path: Path) -> None:
 
 
 def test_only_whole_and_fitting_law_files_are_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_shard(tmp_path, KEY, generations_of(KEY))
+    write_shard(tmp_path, KEY, generations_of(KEY), NUM_POSITIONS)
     assert not law_shard_is_done(tmp_path, KEY, NUM_POSITIONS)
     path = write_law_shard(tmp_path, KEY, *law_of(KEY))
     assert law_shard_is_done(tmp_path, KEY, NUM_POSITIONS)
@@ -94,7 +94,7 @@ def test_only_whole_and_fitting_law_files_are_done(tmp_path: Path, caplog: pytes
 def test_law_columns_of_other_samples_are_not_done(tmp_path: Path) -> None:
     write_both(tmp_path, KEY)
     other = generations_of(dataclasses.replace(KEY, seed_start=14, seed_stop=18))
-    write_shard(tmp_path, KEY, other)
+    write_shard(tmp_path, KEY, other, NUM_POSITIONS)
     assert shard_is_done(tmp_path, KEY, NUM_POSITIONS)
     assert not law_shard_is_done(tmp_path, KEY, NUM_POSITIONS)
     with pytest.raises(InvalidShard, match="scores other tokens"):
@@ -129,7 +129,7 @@ def test_columns_that_no_law_has_are_refused_before_anything_is_written(
 def test_law_files_are_found_apart_from_samples_and_their_temporaries_are_cleaned(tmp_path: Path) -> None:
     keys = [dataclasses.replace(KEY, arm=arm) for arm in ("off", "on")]
     for key in keys:
-        write_shard(tmp_path, key, generations_of(key))
+        write_shard(tmp_path, key, generations_of(key), NUM_POSITIONS)
     path = write_law_shard(tmp_path, keys[1], *law_of(keys[1]))
     assert find_shards(tmp_path) == keys
     assert find_shards(tmp_path, kind="law") == keys[1:]

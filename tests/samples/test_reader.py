@@ -26,7 +26,7 @@ def run_dir(tmp_path: Path) -> Path:
             for prompt_id in ("story", "code"):
                 for start in (0, 4):
                     key = ShardKey(arm=arm, config=config, prompt_id=prompt_id, seed_start=start, seed_stop=start + 4)
-                    write_shard(tmp_path, key, generations_of(key))
+                    write_shard(tmp_path, key, generations_of(key), NUM_POSITIONS)
     return tmp_path
 
 
@@ -62,7 +62,9 @@ def test_missing_tokens_are_counted_and_the_first_is_named(
 
 
 def test_a_token_that_two_shards_hold_is_refused(run_dir: Path) -> None:
-    write_shard(run_dir, replace(KEY, seed_start=3, seed_stop=5), [spec_generation(3), spec_generation(4)])
+    write_shard(
+        run_dir, replace(KEY, seed_start=3, seed_stop=5), [spec_generation(3), spec_generation(4)], NUM_POSITIONS
+    )
     with pytest.raises(InvalidShard, match="a token that is there already"):
         tokens_of(run_dir, range(0, 8))
 
@@ -221,12 +223,12 @@ def test_facts_do_not_depend_on_the_order_of_rows_or_files(run_dir: Path) -> Non
 
 def test_plain_only_samples_have_no_slots(tmp_path: Path) -> None:
     key = replace(KEY, arm="off")
-    write_shard(tmp_path, key, [plain_generation(seed) for seed in range(4)])
+    write_shard(tmp_path, key, [plain_generation(seed) for seed in range(4)], NUM_POSITIONS)
     assert acceptance_by_slot(read_samples(tmp_path)).num_rows == 0
 
 
 def test_a_shard_with_an_unknown_column_is_refused_by_the_reader(tmp_path: Path) -> None:
-    path = write_shard(tmp_path, KEY, generations_of(KEY))
+    path = write_shard(tmp_path, KEY, generations_of(KEY), NUM_POSITIONS)
     table = pq.read_table(path, partitioning=None)
     pq.write_table(table.append_column("extra", pa.array([0] * table.num_rows)), path)
     with pytest.raises(InvalidShard, match="unknown columns: extra"):

@@ -13,7 +13,7 @@ import pytest
 from equivtest.errors import InvalidShard, MissingSamples, UsageError
 from equivtest.samples.recorded import DEFAULT_CONFIG, CellFamily, read_recorded
 from equivtest.samples.shards import write_shard
-from tests.samples.make import KEY, generations_of, spec_generation
+from tests.samples.make import KEY, NUM_POSITIONS, generations_of, spec_generation
 
 TOKENS = np.arange(12, dtype=np.int32).reshape(3, 4)
 SEEDS = (7, 3, 5)
@@ -66,7 +66,7 @@ def test_configs_and_prompts_are_told_apart_and_may_differ_in_length(tmp_path: P
 
 
 def test_a_shard_of_a_run_and_a_folder_of_one_arm_can_be_read(tmp_path: Path) -> None:
-    path = write_shard(tmp_path, KEY, generations_of(KEY))
+    path = write_shard(tmp_path, KEY, generations_of(KEY), NUM_POSITIONS)
     expected = np.stack([spec_generation(seed).token_ids for seed in range(4, 8)])
     for source in (path, tmp_path / "samples" / "arm=on"):
         assert np.array_equal(read_recorded(source).tokens["topp95", "story"], expected)

@@ -14,12 +14,16 @@ from equivtest.errors import InvalidShard
 from equivtest.records import Origin, ShardKey
 from equivtest.samples.schema import SAMPLES_SCHEMA, VERSION_KEY
 from equivtest.samples.shards import validate_shard, write_shard
-from tests.samples.make import KEY, NUM_POSITIONS, generations_of, plain_generation
+from equivtest.samples.validate import read_shard_table
+from tests.samples.make import KEY, NUM_POSITIONS, cut_short, generations_of, plain_generation
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> pa.Table:
-    return pq.read_table(write_shard(tmp_path / "good", KEY, generations_of(KEY)), partitioning=None)
+    """Four samples, of which the last one ended after ten tokens."""
+    generations = generations_of(KEY)
+    generations[3] = cut_short(generations[3], 10)
+    return pq.read_table(write_shard(tmp_path / "good", KEY, generations, NUM_POSITIONS), partitioning=None)
 
 
 def with_column(table: pa.Table, name: str, values: list[object]) -> pa.Table:
@@ -44,6 +48,17 @@ def with_value(name: str, value: object, *, origin: Origin | None = None) -> Cal
     return change
 
 
+def with_row(row: int, **changes: object) -> Callable[[pa.Table], pa.Table]:
+    def change(table: pa.Table) -> pa.Table:
+        for name, value in changes.items():
+            values = table.column(name).to_pylist()
+            values[row] = value
+            table = with_column(table, name, values)
+        return table
+
+    return change
+
+
 def swap_first_two(table: pa.Table) -> pa.Table:
     return table.take([1, 0, *range(2, table.num_rows)])
 
@@ -54,7 +69,8 @@ def version(text: str) -> Callable[[pa.Table], pa.Table]:
 
 FAULTS: dict[str, tuple[str, Callable[[pa.Table], pa.Table]]] = {
     "no version": ("not a samples file", lambda table: table.replace_schema_metadata(None)),
-    "other version": ("schema version 2, this program reads version 1", version("2")),
+    "other version": ("schema version 3, this program reads version 2", version("3")),
+    "column of a later version": ("unknown columns: logprob", version("1")),
     "column missing": ("missing columns: slot", lambda table: table.drop_columns(["slot"])),
     "column unknown": ("unknown columns: extra", lambda table: table.append_column("extra", table.column("seed"))),
     "column order": (
@@ -92,6 +108,19 @@ FAULTS: dict[str, tuple[str, Callable[[pa.Table], pa.Table]]] = {
     "plain, draft": ("plain with a draft token", with_value("draft_token_id", 5, origin=Origin.PLAIN)),
     "plain, slot": ("plain, but slot is not -1", with_value("slot", 0, origin=Origin.PLAIN)),
     "plain, num_draft": ("plain, but num_draft is not 0", with_value("num_draft", 3, origin=Origin.PLAIN)),
+    "ended, draft": ("ended with a draft token", with_value("draft_token_id", 5, origin=Origin.ENDED)),
+    "ended, slot": ("ended, but slot is not -1", with_value("slot", 0, origin=Origin.ENDED)),
+    "ended, num_draft": ("ended, but num_draft is not 0", with_value("num_draft", 3, origin=Origin.ENDED)),
+    "ended, logprob": ("ended with a log-probability", with_value("logprob", -0.5, origin=Origin.ENDED)),
+    "ended, other token": ("ended, but token_id differs", with_value("token_id", 49_000, origin=Origin.ENDED)),
+    "ended at once": (
+        "ended before the first token: 1 rows, first at seed 5, position 0",
+        with_row(NUM_POSITIONS, origin="ended", slot=-1, draft_token_id=None, num_draft=0),
+    ),
+    "token after the end": (
+        "a token after the end of its text: 1 rows, first at seed 7, position 12",
+        with_row(3 * NUM_POSITIONS + 12, origin="plain"),
+    ),
     "routed plain": (
         "speculated although the request is routed plain",
         with_value("route", "plain: min_p", origin=Origin.ACCEPTED),
@@ -107,6 +136,20 @@ def test_the_untouched_shard_passes(tmp_path: Path, table: pa.Table) -> None:
     path = tmp_path / "shard.parquet"
     pq.write_table(table, path)
     validate_shard(path, KEY, NUM_POSITIONS)
+
+
+def test_a_file_of_version_1_reads_as_one_without_reported_log_probabilities(tmp_path: Path, table: pa.Table) -> None:
+    path = tmp_path / "shard.parquet"
+    pq.write_table(version("1")(table.drop_columns(["logprob"])), path)
+    validate_shard(path, KEY, NUM_POSITIONS)
+    read = read_shard_table(path)
+    assert read.schema.equals(SAMPLES_SCHEMA, check_metadata=True)
+    assert read.drop_columns(["logprob"]).equals(table.drop_columns(["logprob"]))
+    assert read["logprob"].null_count == read.num_rows
+    assert read_shard_table(path, ["logprob", "seed"]).column_names == ["logprob", "seed"]
+    pq.write_table(version("1")(table.drop_columns(["logprob", "slot"])), path)
+    with pytest.raises(InvalidShard, match="missing columns: slot"):
+        validate_shard(path, KEY, NUM_POSITIONS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -138,7 +181,9 @@ def test_the_plain_arm_may_not_speculate_whatever_its_route_says(tmp_path: Path,
     pq.write_table(with_column(table, "arm", ["off"] * table.num_rows), path)
     with pytest.raises(InvalidShard, match="speculated in the arm off"):
         validate_shard(path, off, NUM_POSITIONS)
-    validate_shard(write_shard(tmp_path, off, [plain_generation(s) for s in range(4)]), off, NUM_POSITIONS)
+    validate_shard(
+        write_shard(tmp_path, off, [plain_generation(s) for s in range(4)], NUM_POSITIONS), off, NUM_POSITIONS
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + b"\0" * 100 + b"PAR1", b"text"])
@@ -154,6 +199,6 @@ def test_an_absent_shard_is_named(tmp_path: Path) -> None:
         validate_shard(tmp_path / "none.parquet", KEY, NUM_POSITIONS)
 
 
-def test_origins_of_the_fixture_cover_all_four(table: pa.Table) -> None:
+def test_origins_of_the_fixture_cover_all(table: pa.Table) -> None:
     assert set(table.column("origin").to_pylist()) == {str(origin) for origin in Origin}
     assert np.array(table.column("slot")).max() > 1
