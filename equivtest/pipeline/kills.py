@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,13 +13,14 @@ import numpy as np
 
 from equivtest.errors import InsufficientSamples
 from equivtest.pipeline.families import Tokens, generator
-from equivtest.pipeline.law_input import read_scored_tokens
+from equivtest.pipeline.law_input import logprob_tolerance, read_scored_tokens
 from equivtest.pipeline.one_arm import shards_of
 from equivtest.protocol.plan import Protocol
 from equivtest.records import KILL_LEVEL, Arm, Evidence, Family, Kill
 from equivtest.samples.reader import read_arm_tokens
 from equivtest.stats.joint import joint_family
 from equivtest.stats.law import law_family
+from equivtest.stats.logprobs import LogprobTolerance
 from equivtest.stats.marginal import marginal_family
 from equivtest.stats.multiplicity import holm
 from equivtest.stats.scored import ScoredTokens
@@ -58,12 +60,13 @@ def judge(folder: Path, plain: Path | None, protocol: Protocol, config: str, arm
     scored = read_scored_tokens(folder, [shards_of(protocol, arm, config)], protocol.num_positions)
     on = _grids(folder, protocol, config, arm)
     off = None if plain is None else _grids(plain, protocol, config, Arm.OFF)
-    whole = _judge_at(protocol, config, scored, off, on, protocol.num_seeds)
+    look = partial(_judge_at, protocol, config, scored, logprob_tolerance(folder), off, on)
+    whole = look(protocol.num_seeds)
     sizes = {family: protocol.num_seeds for family, found in whole.found.items() if found}
     num_seeds = protocol.num_seeds // 2
     still = set(sizes)
     while still and num_seeds >= _SMALLEST:
-        smaller = _judge_at(protocol, config, scored, off, on, num_seeds, only=frozenset(still))
+        smaller = look(num_seeds, only=frozenset(still))
         still = {family for family in still if smaller.found.get(family, False)}
         sizes |= dict.fromkeys(still, num_seeds)
         num_seeds //= 2
@@ -123,6 +126,7 @@ def _judge_at(
     protocol: Protocol,
     config: str,
     scored: ScoredTokens,
+    tolerance: LogprobTolerance,
     off: Sequence[Tokens] | None,
     on: Sequence[Tokens],
     num_seeds: int,
@@ -150,7 +154,7 @@ def _judge_at(
     if only & _LAW_FAMILIES:
         seeds = scored.sample & 0xFFFF_FFFF  # see read_scored_tokens
         tokens = scored if num_seeds == protocol.num_seeds else scored.take(seeds < num_seeds)
-        result = _tried(lambda: law_family(tokens, config))
+        result = _tried(lambda: law_family(tokens, config, tolerance=tolerance))
         if result is not None:
             adjusted = holm(np.array([line.p_value for line in result.evidence])).tolist()
             lines = list(zip(result.evidence, adjusted, strict=True))

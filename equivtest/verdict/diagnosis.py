@@ -202,6 +202,8 @@ def _law_sentences(lines: _Lines) -> tuple[Diagnosis, ...]:
         if said:
             stage, sentence, explained = said
             sentences.append(Diagnosis(stage, sentence))
+            if stage == "verify":  # what is reported of a wrong row is of that row
+                explained = (*explained, "logprobs")
             lines = _Lines(lines.by_name, lines.open - set(lines.matching(*explained)))
     if lines.open:
         failed = ", ".join(f"{name} ({lines.by_name[name].statistic:.4g})" for name in sorted(lines.open))
@@ -210,7 +212,7 @@ def _law_sentences(lines: _Lines) -> tuple[Diagnosis, ...]:
 
 
 def _off_sentences(lines: _Lines, said: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    if _shared_rows(lines) or _equal_samples(lines):
+    if _shared_rows(lines) or _equal_samples(lines) or lines.open == {"logprobs"}:
         return tuple(one._replace(sentence=f"in arm off already, {one.sentence}") for one in said)
     failed = ", ".join(sorted(lines.open))
     sentence = (
@@ -294,8 +296,32 @@ def _lag(lines: _Lines) -> Said | None:
     )
 
 
+def _early_ends(lines: _Lines) -> Said | None:
+    counts = lines.off_support() if lines.matching("support") else {}
+    if Origin.ENDED not in counts:
+        return None
+    return (
+        "commit",
+        f"texts end where their law goes on ({counts[Origin.ENDED]} of them): look at what is taken for the end of a "
+        "text",
+        ("support", *_SHAPE) if len(counts) == 1 else (),
+    )
+
+
+def _reported(lines: _Lines) -> Said | None:
+    if not lines.matching("logprobs"):
+        return None
+    return (
+        "report",
+        f"reported log-probabilities are not those of the law (median difference {lines.estimate('logprobs'):.3g} "
+        "nat): look at where logprobs are gathered",
+        ("logprobs",),
+    )
+
+
 def _filters(lines: _Lines) -> Said | None:
     counts = lines.off_support() if lines.matching("support") else {}
+    counts.pop(Origin.ENDED, None)
     elsewhere = {Origin.ACCEPTED} | ({Origin.BONUS} if lines.matching("surprisal_bonus") else set())
     if set(counts) <= elsewhere:  # then it is the acceptance, or the bonus row, that is wrong
         return None
@@ -430,8 +456,8 @@ def _inverse(lines: _Lines) -> Said | None:
 
 
 _RULES: tuple[_Rule, ...] = (
-    *(_shared_rows, _equal_samples, _residual, _lag, _filters, _every_row, _draft_rows, _acceptance, _own_draws),
-    *(_inverse, _few_equal_samples),
+    *(_shared_rows, _equal_samples, _residual, _lag, _early_ends, _filters, _every_row, _draft_rows, _acceptance),
+    *(_own_draws, _inverse, _few_equal_samples, _reported),
 )
 
 

@@ -24,7 +24,7 @@ from equivtest.samples.law import (
 )
 from equivtest.samples.reader import read_samples
 from equivtest.samples.shards import remove_stale_temporaries, shard_is_done, write_shard
-from tests.samples.make import KEY, NUM_POSITIONS, generations_of
+from tests.samples.make import KEY, NUM_POSITIONS, cut_short, generations_of
 
 
 def law_of(key: ShardKey, num_positions: int = NUM_POSITIONS) -> tuple[np.ndarray, LawColumns]:
@@ -67,6 +67,25 @@ def test_surprisal_is_null_where_the_law_does_not_hold_the_token(tmp_path: Path)
     assert table.column("surprisal").null_count == 1
     p, surprisal = (table.column(name).drop_null().to_numpy() for name in table.column_names)
     np.testing.assert_allclose(surprisal, -np.log(p[1:]), rtol=1e-5)
+
+
+def test_the_law_of_a_text_that_ended_is_kept(tmp_path: Path) -> None:
+    generations = [cut_short(generations_of(KEY)[0], 5), *generations_of(KEY)[1:]]
+    write_shard(tmp_path, KEY, generations, NUM_POSITIONS)
+    token_ids = read_samples(tmp_path, ["token_id"])["token_id"].to_numpy().reshape(4, NUM_POSITIONS)
+    law = law_of(KEY)[1]
+    certain = {"p_token": 1.0, "entropy": 0.0, "var_surprisal": 0.0, "has_draft": False, "support_violation": False}
+    for name, value in certain.items():
+        getattr(law, name)[0, 5:] = value
+    write_law_shard(tmp_path, KEY, token_ids, law)
+    validate_law_shard(tmp_path, KEY, NUM_POSITIONS)
+    table = read_law(tmp_path, ["p_token", "p_draft", "surprisal"])[5:NUM_POSITIONS]
+    assert set(table["p_token"].to_pylist()) == {1.0}
+    assert table["p_draft"].null_count == 11
+    assert set(table["surprisal"].to_pylist()) == {0.0}
+    law.entropy[0, 5:] = np.nan
+    with pytest.raises(InvalidShard, match="entropy"):
+        write_law_shard(tmp_path, KEY, token_ids, law)
 
 
 def test_every_column_is_described_in_the_file(tmp_path: Path) -> None:

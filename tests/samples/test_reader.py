@@ -16,7 +16,7 @@ from equivtest.samples.keys import shard_path
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_arm_tokens, read_samples
 from equivtest.samples.schema import SAMPLES_SCHEMA
 from equivtest.samples.shards import write_shard
-from tests.samples.make import KEY, NUM_POSITIONS, generations_of, plain_generation, spec_generation
+from tests.samples.make import KEY, NUM_POSITIONS, cut_short, generations_of, plain_generation, spec_generation
 
 
 @pytest.fixture
@@ -219,6 +219,21 @@ def test_facts_do_not_depend_on_the_order_of_rows_or_files(run_dir: Path) -> Non
     shuffled = table.take(np.random.default_rng(0).permutation(table.num_rows))
     assert acceptance_by_slot(shuffled).equals(acceptance_by_slot(table))
     assert acceptance_by_arm(shuffled).equals(acceptance_by_arm(table))
+
+
+def test_positions_after_the_end_of_a_text_are_no_tokens_of_the_acceptance_tables(tmp_path: Path) -> None:
+    generations = [cut_short(spec_generation(seed), 5 + seed) for seed in range(4)]
+    write_shard(tmp_path, KEY, generations, NUM_POSITIONS)
+    samples = read_samples(tmp_path)
+    assert samples.num_rows == 4 * NUM_POSITIONS
+    counted = {
+        row["slot"]: (row["offered"], row["reached"], row["accepted"])
+        for row in acceptance_by_slot(samples).to_pylist()
+    }
+    assert counted == slot_counts(generations)
+    (arm,) = acceptance_by_arm(samples).to_pylist()
+    assert arm["num_tokens"] == 5 + 6 + 7 + 8
+    assert sum(arm[origin] for origin in ("accepted", "recovered", "bonus", "plain")) == arm["num_tokens"]
 
 
 def test_plain_only_samples_have_no_slots(tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ def diagnose(*evidence: object, **options: object) -> tuple[str, ...]:
     return tuple(one.sentence for one in diagnosis.diagnose(*evidence, **options))  # type: ignore[arg-type]
 
 
+def stages(*evidence: object) -> list[str]:
+    return [one.stage for one in diagnosis.diagnose(*evidence)]  # type: ignore[arg-type]
+
+
 NUM_RUNS = 20
 """Runs of 7,680 tokens for each fault."""
 
@@ -146,6 +150,31 @@ def test_the_numbers_are_those_of_the_evidence() -> None:
         "acceptance is deflated by 0.021 (95 % CI 0.017 to 0.025) in the draft slots together; bonus tokens follow the "
         "law: look at the acceptance test",
     )
+
+
+def test_reported_log_probabilities_are_told_apart_from_a_wrong_law() -> None:
+    reported = line("logprobs", 900.0, 0.0, estimate=0.31)
+    hot = line("surprisal_draft", 12.0, 0.0, estimate=0.4, ci_low=0.3, ci_high=0.5)
+    assert stages([reported, line("rank", 19.0, 0.4)]) == ["report"]
+    assert diagnose([reported, line("rank", 19.0, 0.4)])[0] == (
+        "reported log-probabilities are not those of the law (median difference 0.31 nat): look at where logprobs are "
+        "gathered"
+    )
+    assert stages([reported, hot]) == ["verify"], "they are those of the wrong row"
+    inflated = line("bias", 12.0, 0.0, estimate=0.1, ci_low=0.09, ci_high=0.11)
+    assert stages([reported, inflated]) == ["accept", "report"]
+    assert diagnose([], [reported])[0].startswith("in arm off already, reported log-probabilities")
+    assert diagnose([dataclasses.replace(reported, p_value=1.0)]) == ()
+
+
+def test_an_end_that_the_law_does_not_have_is_told_apart_from_missing_filters() -> None:
+    def support(split: str) -> Evidence:
+        return dataclasses.replace(line("support", 5.0, 0.0, estimate=0.005), method=f"tokens with p(y) = 0 ({split})")
+
+    assert stages([support("5 ended")]) == ["commit"]
+    assert "texts end where their law goes on (5 of them)" in diagnose([support("5 ended")])[0]
+    assert stages([support("3 bonus, 2 ended")]) == ["commit", "verify"]
+    assert stages([support("3 bonus")]) == ["verify"]
 
 
 def test_what_no_fault_explains_is_listed_and_nothing_is_made_up() -> None:
