@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from equivtest.decoder.acceptance import known_rules
 from equivtest.decoder.drafters.registry import known_drafters
-from equivtest.decoder.stages import Drafts, Stages, StepInput
+from equivtest.decoder.stages import Drafts, StepInput
 from equivtest.errors import InvalidSetting
 from equivtest.faults import NOT_EXPRESSIBLE, Family, Fault, Nature, catalogue, get_fault
 from equivtest.faults.acceptance import InflatedAcceptance
 from equivtest.kernels.contract import SpecAccept, SpecScratch, Streams
 from equivtest.kernels.registry import get_backend
 from equivtest.protocol.configs import CONFIGS
-from tests.faults.planted import executor
+from tests.faults.planted import check_that_only_its_stage_changes
 
 NUM_ROWS = 100_000
 P = torch.tensor([0.2, 0.5, 0.3])
@@ -123,11 +122,7 @@ def test_a_fault_says_what_it_is_and_where_it_shows(fault: Fault) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_wraps_the_stage_it_names_and_no_other(fault: Fault) -> None:
-    """The coins of every kind are drawn in the accept stage."""
-    stages = executor(fault.setting.drafter).stages
-    wrapped = fault(stages)
-    changed = [f.name for f in dataclasses.fields(Stages) if getattr(wrapped, f.name) is not getattr(stages, f.name)]
-    assert changed == [{"streams": "accept"}.get(fault.stage, fault.stage)]
+    check_that_only_its_stage_changes(fault)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.5, float("nan"), float("inf")])
