@@ -58,7 +58,12 @@ _ENGINE_FIELDS = ("model", "dtype", "device", "kernels", "draft_model", "early_e
 @click.option("--early-exit-layers", type=int, default=None, help="Layers of the early_exit drafter.")
 @click.option("--threads", type=int, default=None, help="CPU threads; default: all cores.")
 @click.option("--batch", type=int, default=1024, show_default=True, help="Samples decoded at once.")
-@click.option("--workers", type=int, default=None, help="Processes that judge; default: all cores.")
+@click.option(
+    "--workers",
+    type=int,
+    default=None,
+    help="Processes that sample and judge; default: one a core, one alone on a GPU.",
+)
 @click.option("--run-seed", type=int, default=0, show_default=True, help="Seeds every random stream.")
 @click.option(
     "--run-dir",
@@ -76,7 +81,8 @@ def command(as_list: bool, as_json: bool, **values: Any) -> int:
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for
-    from equivtest.pipeline.controls import ControlsOptions, EngineOptions, catalogue_lines, controls
+    from equivtest.pipeline.control_subject import ControlsOptions
+    from equivtest.pipeline.controls import EngineOptions, catalogue_lines, controls
     from equivtest.report.terminal import kill_screen
 
     if as_list:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from equivtest.decoder.stages import Stages
+from equivtest.errors import InvalidSetting
 from equivtest.records import Family as Family
 from equivtest.records import Nature as Nature
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,10 @@ class Fault:
     """What should find it at the gate budget."""
     changes_law: bool = True
     """Whether tokens come from another law; if not, only replay or reports are wrong."""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):  # it names a folder
+            raise InvalidSetting("fault name", self.name, "must be letters, digits, '_', '-' and '.', a letter first")
 
     def __call__(self, stages: Stages) -> Stages:
         return self.wrap(stages)

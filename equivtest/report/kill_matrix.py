@@ -95,6 +95,14 @@ class Outcome:
         return any(kill.found for family, kill in self.kills.items() if family not in _NOT_THE_LAW)
 
     @property
+    def words(self) -> str:
+        """What found it, for a line of progress."""
+        if self.refused is not None:
+            return f"refused ({self.refused})"
+        found = [family.value for family, kill in self.kills.items() if kill.found]
+        return f"found by {', '.join(found)}" if found else "not found"
+
+    @property
     def well_named(self) -> bool:
         return self.named_stage == self.stage
 

@@ -10,7 +10,7 @@ from equivtest.engines.base import EngineOptions
 from equivtest.engines.decoder import DecoderEngine
 from equivtest.faults import Fault, Setting, get_fault
 from equivtest.pipeline.alternatives import alternative_evidence, alternatives_of
-from equivtest.pipeline.controls import correct
+from equivtest.pipeline.control_subject import correct
 from equivtest.pipeline.one_arm import gather, shards_of
 from equivtest.pipeline.progress import Silent
 from equivtest.protocol.budgets import Budget

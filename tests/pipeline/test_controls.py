@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from equivtest.errors import UnknownName
-from equivtest.pipeline.controls import ControlsOptions, EngineOptions, catalogue_lines, controls
+from equivtest.pipeline.control_subject import ControlsOptions
+from equivtest.pipeline.controls import EngineOptions, catalogue_lines, controls
 from equivtest.records import Family, Nature
 from equivtest.report.kill_matrix import KillMatrix, Outcome
 
