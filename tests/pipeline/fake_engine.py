@@ -32,11 +32,13 @@ class FakeEngine:
         runs_on: bool = False,
         ends_after: int | None = None,
         logprob_error: float = 0.0,
+        reports: bool = True,
         dtype: str | None = None,
     ) -> None:
         self.on_epsilon, self.biased_epsilon = on_epsilon, biased_epsilon
         self.drift, self.speculates = drift, speculates
         self.runs_on, self.ends_after, self.logprob_error = runs_on, ends_after, logprob_error
+        self.reports = reports
         self._dtype = {"dtype": dtype} if dtype else {}
         self.num_calls = 0
         self._scorer = (scorer or FakeScorer()) if has_law else None
@@ -100,7 +102,7 @@ class FakeEngine:
             batch_rows=np.zeros(end, np.int32),
             num_drafts=np.full(end, 1 if speculative else 0, np.int8),
             route=SPEC if speculative else Route(False, "speculation is off"),
-            logprobs=logprobs[:end].astype(np.float32) if request.logprobs == "processed" else None,
+            logprobs=logprobs[:end].astype(np.float32) if self.reports and request.logprobs == "processed" else None,
         )
 
     @staticmethod
