@@ -80,6 +80,8 @@ class Reading(NamedTuple):
     """The law of a token is read from the row so many tokens later: -1 is the row before its own."""
     history_lag: int = 0
     """The newest so many tokens of the text are not in the history that penalties look at."""
+    softmax: bool = True
+    """Otherwise logits are taken for probabilities, negative ones for 0."""
 
 
 RIGHT = Reading()
@@ -188,6 +190,7 @@ class Scorer:
                 samples.params,
                 rules,
                 (coins[0][rows], coins[1][rows]),
+                softmax=reading.softmax,
             )
             put(rows, part)
         ended = np.flatnonzero(node < 0)
@@ -210,10 +213,13 @@ class Scorer:
         params: SamplingParams,
         rules: TokenRules,
         coins: tuple[Floats, Floats],  # [n] each
+        *,
+        softmax: bool,
     ) -> dict[str, np.ndarray]:
         raw = self.model.logits(hidden)
         logits = process_logits(raw, rules, before)
-        law = SparseLaw.of(self._law(logits, params, self._probs)).take(node)
+        probs = self._law(logits, params, self._probs) if softmax else logits.float().clamp(min=0)
+        law = SparseLaw.of(probs).take(node)
         if draft_hidden is None or self._drafter is None or self._draft_probs is None:
             drafts = DraftColumns.of_sure_drafts(law, token_ids, draft_ids)
         else:

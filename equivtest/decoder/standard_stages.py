@@ -108,14 +108,14 @@ class ReportLogprobs:
                 continue
             place = scored.batch_rows[rows], scored.slots[rows]
             on_device = tuple(torch.from_numpy(index).to(scored.logits.device) for index in place)
+            token_ids = output_token_ids[on_device][:, None]
             if raw:
-                logits = scored.logits.index_select(0, torch.from_numpy(rows).to(scored.logits.device))
-                every = torch.log_softmax(logits.float(), dim=1)
+                z = scored.logits.index_select(0, torch.from_numpy(rows).to(scored.logits.device)).float()
+                values = z.gather(1, token_ids) - z.logsumexp(dim=1, keepdim=True)
             else:
                 law = target_probs[on_device]
-                every = (law / law.sum(dim=1, keepdim=True)).log_()
-            values = every.gather(1, output_token_ids[on_device][:, None])[:, 0]
-            logprobs[place] = values.float().cpu().numpy()
+                values = (law.gather(1, token_ids) / law.sum(dim=1, keepdim=True)).log()
+            logprobs[place] = values[:, 0].float().cpu().numpy()
         return logprobs
 
 

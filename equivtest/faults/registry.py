@@ -25,10 +25,12 @@ from equivtest.faults import (
     lossy,
     numerics,
     proposal,
+    recovery,
     rows,
     state,
     streams,
     target_law,
+    variants,
 )
 from equivtest.faults.base import Fault
 
@@ -39,12 +41,14 @@ _MODULES = (
     target_law,
     proposal,
     acceptance,
+    recovery,
     streams,
     rows,
     state,
     history,
     end,
     numerics,
+    variants,
     lossy,
 )
 """In the order of the catalogue."""

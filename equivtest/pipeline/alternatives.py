@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class _Samples(NamedTuple):
 
 
 def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[Alternative]:
-    """The law itself, then every alternative that is another law for these parameters."""
+    """The law itself, then every alternative that is another law for these parameters, the narrowest name first."""
     yield Alternative("the law", params)
     twists: dict[str, dict[str, object]] = {
         "raw": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
@@ -57,7 +57,6 @@ def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[Alternat
         "no_top_p": {"top_p": 1.0},
         "no_min_p": {"min_p": 0.0},
         "greedy": {"temperature": 0.0},
-        "no_processing": _NO_PENALTIES | {"logit_bias": (), "min_tokens": 0},
         "no_penalties": _NO_PENALTIES,
         "no_repetition_penalty": {"repetition_penalty": 1.0},
         "no_frequency_penalty": {"frequency_penalty": 0.0},
@@ -66,6 +65,7 @@ def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[Alternat
         "no_min_tokens": {"min_tokens": 0},
         "min_tokens_long": {"min_tokens": params.min_tokens + bool(params.min_tokens)},
         "min_tokens_short": {"min_tokens": max(0, params.min_tokens - 1)},
+        "no_processing": _NO_PENALTIES | {"logit_bias": (), "min_tokens": 0},
     }
     seen = {params}
     for name, changes in twists.items():
@@ -73,6 +73,7 @@ def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[Alternat
         if twisted not in seen and not (params.greedy and name in ("raw", "no_temperature")):
             seen.add(twisted)
             yield Alternative(name, twisted)
+    yield Alternative("logits_as_probs", params, Reading(softmax=False))
     yield Alternative("row_before", params, Reading(row=-1))
     yield Alternative("row_after", params, Reading(row=1))
     if params.penalised:
@@ -112,7 +113,7 @@ def alternative_evidence(
 
     vocab_size = int(engine.describe()["vocab_size"])
     law: LawColumns | None = None
-    stale: list[tuple[int, LawColumns]] = []
+    stale: list[tuple[npt.NDArray[np.bool_], LawColumns]] = []
     lines: list[Evidence] = []
 
     def add(name: str, columns: LawColumns, own: LawColumns) -> None:
@@ -134,21 +135,26 @@ def alternative_evidence(
     for alternative in alternatives_of(CONFIGS[config], int(num_draft.max(initial=0))):
         columns = scored(alternative)
         law = law or columns
-        if alternative.reading.history_lag:
-            stale.append((alternative.reading.history_lag, columns))
-        else:
-            add(alternative.name, columns, law)
+        lag, row = alternative.reading.history_lag, alternative.reading.row
+        if lag:
+            stale.append((slot == lag, columns))
+            continue
+        if row:
+            # A block has no row before its first one, and none after its last.
+            columns = _replaced(law, [(slot > 0 if row < 0 else (slot >= 0) & (slot < num_draft), columns)])
+        add(alternative.name, columns, law)
     if law is not None and stale:
-        add("stale_history", _by_slot(law, stale, slot), law)
+        # What was committed before the round is all the history there is: at slot j it lacks the newest j tokens.
+        add("stale_history", _replaced(law, stale), law)
     return tuple(lines)
 
 
-def _by_slot(law: LawColumns, stale: list[tuple[int, LawColumns]], slot: npt.NDArray[np.int64]) -> LawColumns:
-    """At slot j the law whose history lacks the newest j tokens: it knows what was committed before the round."""
+def _replaced(law: LawColumns, parts: Sequence[tuple[npt.NDArray[np.bool_], LawColumns]]) -> LawColumns:
+    """The law, but for the tokens that each part names, where it is the part's."""
     columns = {field.name: getattr(law, field.name).copy() for field in dataclasses.fields(LawColumns)}
-    for lag, lagging in stale:
+    for chosen, part in parts:
         for name, values in columns.items():
-            values[slot == lag] = getattr(lagging, name)[slot == lag]
+            values[chosen] = getattr(part, name)[chosen]
     return LawColumns(**columns)
 
 

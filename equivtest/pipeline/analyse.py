@@ -23,6 +23,7 @@ from equivtest.pipeline.families import (
 )
 from equivtest.pipeline.frames import cells_frame, quantiles_frame
 from equivtest.pipeline.law_on_arms import LawOnArms
+from equivtest.pipeline.live_evidence import ALTERNATIVES_FILE, IDENTITY_FILE, Lines, kept_lines
 from equivtest.pipeline.watch import progress_line, watch_evidence, watch_finding
 from equivtest.protocol.budgets import BUDGETS
 from equivtest.protocol.configs import CONFIGS
@@ -33,6 +34,7 @@ from equivtest.stats.marginal import choose_permutations
 from equivtest.verdict.decide import decide, standing
 from equivtest.verdict.diagnosis import diagnose
 from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Flag, Place, Role, RunFacts
+from equivtest.verdict.identity_findings import adjusted_identity_evidence, identity_finding
 from equivtest.verdict.verdict import Standing, Verdict
 
 
@@ -91,6 +93,9 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
     law = LawOnArms.of(samples, refusals) if options.law else LawOnArms.none()
     judged += [line for arm, line in law.judged.items() if arm in LAW_ROLES]
     findings = [one.finding for one in judged]
+    identity = adjusted_identity_evidence(kept_lines(run_dir / IDENTITY_FILE))
+    if any(identity.values()):
+        findings.append(identity_finding(identity))
     if law.watches:
         findings.append(watch_finding(Arm.ON, law.watches))
     if law.reference_watches:
@@ -101,7 +106,9 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
         confirm=options.confirm,
         caveats=tuple(_caveats(protocol, law)),
         refusals=tuple(refusals),
-        diagnosis=_diagnosis(protocol, judged, law.evidence, joint_off_on, options),
+        diagnosis=_diagnosis(
+            protocol, judged, law.evidence, joint_off_on, options, identity, kept_lines(run_dir / ALTERNATIVES_FILE)
+        ),
         unsettled=(*_unsettled(configs, law.left_out), *(() if finished else (_NOT_FINISHED,))),
     )
     verdict = decide(facts, findings, law.intervals)
@@ -110,6 +117,7 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
     evidence = [line for one in judged for line in one.evidence]
     evidence += [line for own in law.evidence.get(Arm.ON_NULL, {}).values() for line in own]
     evidence += law.differences
+    evidence += [line for own in identity.values() for line in own]
     evidence += [line for config, state in law.watches.items() for line in watch_evidence(config, state)]
     return Analysis(
         verdict=verdict,
@@ -144,6 +152,8 @@ def _diagnosis(
     law: Mapping[Arm, LawEvidence],
     joint: Sequence[Evidence],
     options: AnalysisOptions,
+    identity: Lines,
+    alternatives: Lines,
 ) -> tuple[str, ...]:
     """Sentences on every config, with its name where there are several, from what stands on fresh seeds."""
     standing_places = {
@@ -165,6 +175,8 @@ def _diagnosis(
             shown("law", Role.TEST, config, law.get(Arm.ON, {}).get(config, ())),
             off=shown("law", Role.REFERENCE, config, law.get(Arm.OFF, {}).get(config, ())),
             joint=shown("joint", Role.TEST, config, own),
+            identity=identity.get(config, ()),
+            alternatives=alternatives.get(config, ()),
         )
         said += [f"{config}: {one.sentence}" if len(protocol.configs) > 1 else one.sentence for one in found]
     return tuple(said)

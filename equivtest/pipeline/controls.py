@@ -7,7 +7,6 @@ evidence, and must come out as its nature says: faults and lossy rules found, co
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,25 +19,24 @@ from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.errors import EquivtestError, UnknownName
 from equivtest.faults import NOT_EXPRESSIBLE, catalogue, load_faults
 from equivtest.faults.base import Fault, Setting
-from equivtest.files import sole_writer, write_whole
+from equivtest.files import sole_writer
 from equivtest.pipeline.alternatives import alternative_evidence
 from equivtest.pipeline.identity import identity_evidence
 from equivtest.pipeline.kills import Judgement, identity_kills, judge
+from equivtest.pipeline.live_evidence import ALTERNATIVES_FILE, IDENTITY_FILE, keep_lines, kept_lines
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
 from equivtest.pipeline.one_arm import gather, large_batches, shards_of
 from equivtest.pipeline.progress import Listener, Silent
 from equivtest.protocol.budgets import Budget, get_budget
 from equivtest.protocol.plan import Protocol
 from equivtest.protocol.prompts import load_prompt_set
-from equivtest.records import Arm, Evidence, Kill, Nature
+from equivtest.records import KILL_LEVEL, Arm, Evidence, Kill, Nature
 from equivtest.report.kill_matrix import KillMatrix, Outcome, write_kill_matrix
 from equivtest.rng import stream_key
 from equivtest.verdict.diagnosis import Diagnosis, diagnose
 
 SMOKE = Budget(name="smoke", num_prompts=4, num_positions=24, num_seeds=128, epsilon=0.1)
 """Larger than a run's: the catalogue is made for a small model, which is fast, and has subtle faults in it."""
-
-_IDENTITY_FILE = "identity.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +163,9 @@ class _Study:
                 waiting[fault.name] = self._sampled(engine, fault)
         self._listener.message("judging")
         plain = [
-            _outcome(_plain(config), kills=future.result().kills, diagnosis=diagnose(future.result().law))
+            _outcome(
+                _plain(config), kills=future.result().kills, diagnosis=diagnose(future.result().law, alpha=KILL_LEVEL)
+            )
             for config, future in self._plain.items()
         ]
         return (*plain, *(waiting[fault.name]() for fault in subjects))
@@ -213,7 +213,7 @@ class _Study:
         try:
             gather(folder, protocol, engine, batches, Silent(), fault.name, fault=fault)
             lines = self._identity(engine, protocol, fault)
-            instead = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
+            instead = self._alternatives(engine, protocol, fault)
         except EquivtestError as error:
             refusal = f"{type(error).__name__}: {error}"
             return lambda: _outcome(fault, refused=refusal)
@@ -222,18 +222,25 @@ class _Study:
 
         def judged() -> Outcome:
             mine, plain = future.result(), self._plain[config].result()
-            said = diagnose(mine.law, off=plain.law, joint=mine.joint, identity=lines, alternatives=instead)
+            said = diagnose(
+                mine.law, off=plain.law, joint=mine.joint, identity=lines, alternatives=instead, alpha=KILL_LEVEL
+            )
             return _outcome(fault, kills=(*mine.kills, *identity_kills(lines)), diagnosis=said)
 
         return judged
 
     def _identity(self, engine: Engine, protocol: Protocol, fault: Fault) -> tuple[Evidence, ...]:
-        path = self._run_dir / fault.name / _IDENTITY_FILE
-        if path.exists():
-            return tuple(Evidence(**line) for line in json.loads(path.read_text("utf-8")))
-        lines = identity_evidence(engine, protocol, fault.setting.config, fault)
-        write_whole(path, json.dumps([dataclasses.asdict(line) for line in lines]) + "\n")
-        return lines
+        path, config = self._run_dir / fault.name / IDENTITY_FILE, fault.setting.config
+        if not path.exists():
+            keep_lines(path, {config: identity_evidence(engine, protocol, config, fault)})
+        return kept_lines(path)[config]
+
+    def _alternatives(self, engine: Engine, protocol: Protocol, fault: Fault) -> tuple[Evidence, ...]:
+        folder, config = self._run_dir / fault.name, fault.setting.config
+        if not (folder / ALTERNATIVES_FILE).exists():
+            lines = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
+            keep_lines(folder / ALTERNATIVES_FILE, {config: lines})
+        return kept_lines(folder / ALTERNATIVES_FILE)[config]
 
     def _own(self, config: str, name: str) -> Protocol:
         """The protocol of one subject. Each has streams of its own: chance must not strike all of them together."""

@@ -14,6 +14,7 @@ from equivtest.errors import InvalidSetting, InvalidShard, RunExists, RunNotFoun
 from equivtest.files import sole_writer
 from equivtest.pipeline.analyse import Analysis, analyse, check_resolution
 from equivtest.pipeline.analysis_options import AnalysisOptions
+from equivtest.pipeline.live_evidence import ALTERNATIVES_FILE, IDENTITY_FILE, keep_lines
 from equivtest.pipeline.manifest import (
     FILE_NAME,
     VERDICT_FILE,
@@ -32,6 +33,7 @@ from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS, resolve_configs
 from equivtest.protocol.plan import INFLATED_ACCEPTANCE, Batch, Protocol
 from equivtest.protocol.prompts import load_prompt_set
+from equivtest.records import Arm, Word
 from equivtest.report.data import ReportData
 
 _LOG = logging.getLogger(__name__)
@@ -134,6 +136,8 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
             label = f"confirming on fresh seeds ({', '.join(want.arms)})"
             manifest = gather(manifest, fresh, label, scored=want.scored)
             analysis = analyse(run_dir, protocol, judging)
+        if _look_closer(run_dir, protocol, engine, analysis, listener):
+            analysis = analyse(run_dir, protocol, judging)
     except KeyboardInterrupt:
         listener.finish()
         Manifest.read(run_dir).with_status(Status.CANCELLED).write(run_dir)
@@ -146,6 +150,28 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
     manifest.with_status(Status.COMPLETE).write(run_dir)
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
+
+
+def _look_closer(run_dir: Path, protocol: Protocol, engine: Engine, analysis: Analysis, listener: Listener) -> bool:
+    """Take the evidence that needs the engine, where it is not there yet. Returns whether there is more than before."""
+    from equivtest.pipeline.alternatives import alternative_evidence
+    from equivtest.pipeline.identity import can_repeat, identity_evidence
+
+    wanted = {
+        IDENTITY_FILE: can_repeat(engine),
+        # What the tokens follow instead is asked only where they do not follow their law.
+        ALTERNATIVES_FILE: analysis.verdict.word is Word.DIFFERENT,
+    }
+    missing = [name for name, is_wanted in wanted.items() if is_wanted and not (run_dir / name).exists()]
+    if IDENTITY_FILE in missing:
+        listener.message("repeating requests: replay, greedy identity")
+        lines = {config: identity_evidence(engine, protocol, config) for config in protocol.configs}
+        keep_lines(run_dir / IDENTITY_FILE, lines)
+    if ALTERNATIVES_FILE in missing:
+        listener.message("holding the tokens against other laws")
+        lines = {config: alternative_evidence(run_dir, protocol, config, Arm.ON, engine) for config in protocol.configs}
+        keep_lines(run_dir / ALTERNATIVES_FILE, lines)
+    return bool(missing)
 
 
 def is_enough(looks: Sequence[Analysis]) -> bool:

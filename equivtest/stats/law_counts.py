@@ -60,11 +60,13 @@ def support(tokens: ScoredTokens, stratum: str) -> Evidence:
     """Was a token put out that the filters remove? One is enough: p = 0 then, and 1 without any.
 
     The statistic is the number of such tokens beyond the scorer's tolerance at the cut, the estimate their share. The
-    method says how many were of which origin.
+    method says how many were of which origin, and at how many the law held a single token.
     """
     by_origin = np.bincount(tokens.origin[tokens.support_violation], minlength=len(Origin)).tolist()
     count = sum(by_origin)
     split = ", ".join(f"{number} {origin}" for origin, number in zip(Origin, by_origin, strict=True) if number)
+    certain = int((tokens.support_violation & (tokens.entropy == 0)).sum())
+    split += f"; {certain} where the law is certain" if certain else ""
     return Evidence(
         family="law",
         name="support",
@@ -83,6 +85,12 @@ def support_by_origin(evidence: Evidence) -> dict[Origin, int]:
     """How many tokens of which origin `support` counted, read back from its method; origins without any are absent."""
     counted = re.findall(rf"(\d+) ({'|'.join(Origin)})", evidence.method)
     return {Origin(origin): int(number) for number, origin in counted}
+
+
+def certain_off_support(evidence: Evidence) -> int:
+    """How many of the tokens that `support` counted another one was certain for, read back from its method."""
+    counted = re.search(r"(\d+) where the law is certain", evidence.method)
+    return int(counted[1]) if counted else 0
 
 
 def residual(tokens: ScoredTokens, stratum: str) -> Evidence:

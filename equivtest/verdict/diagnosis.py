@@ -7,6 +7,7 @@ What no rule explains is listed as such. So one fault gives one sentence, and se
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -14,14 +15,22 @@ from typing import NamedTuple
 
 from equivtest.errors import InvalidSetting
 from equivtest.records import Evidence, Origin
-from equivtest.stats.law_counts import duplicates_per_sample, support_by_origin
+from equivtest.stats.law_counts import certain_off_support, duplicates_per_sample, support_by_origin
 from equivtest.stats.law_martingale import NO_ACCEPTANCE
+
+_ALL = ("*",)
+
+_DRAWN = (Origin.RECOVERED, Origin.BONUS, Origin.PLAIN)
+"""Origins of tokens that a law was drawn from: their support is that of the law, whatever the acceptance does."""
 
 _SHAPE = ("rank", "vocab", "rows")
 """Moved by every fault that moves many tokens one way: `rows` as well, whose products then have a mean above 0."""
 
 _MANY_PAIRS = 0.05
 """Excess pairs of equal samples, a sample, from which samples count as copies of each other."""
+
+_SOME = 5
+"""Tokens from which a count is no accident."""
 
 _CLEAR = 4.0
 """z beyond which a line is clear by itself."""
@@ -40,6 +49,20 @@ class _Lines:
 
     by_name: dict[str, Evidence]
     open: frozenset[str]
+    by_batch: bool = False
+    """Texts change with the batch that they are decoded in."""
+    alternatives: tuple[Evidence, ...] = ()
+
+    @property
+    def laws_vary(self) -> bool:
+        """Whether any law holds more than one token; not under greedy decoding."""
+        return any(name.startswith("surprisal_") for name in self.by_name)
+
+    @property
+    def reports_its_law(self) -> bool:
+        """The decoder reports the right log-probabilities: the laws it draws from are right, and what it does with
+        them is wrong."""
+        return "logprobs" in self.by_name and "logprobs" not in self.open
 
     def z(self, name: str) -> float:
         """0 where the line is not there."""
@@ -102,9 +125,11 @@ def diagnose(
     reference = _law_sentences(_lines(off, alpha))
     if reference:
         return (*drafts, *_off_sentences(_lines(off, alpha), reference))
-    law = _law_sentences(_lines(on, alpha))
+    law = _law_sentences(
+        dataclasses.replace(_lines(on, alpha), by_batch=bool(same.matching("replay")), alternatives=tuple(alternatives))
+    )
     if law:
-        return (*drafts, *_another_law(alternatives), *law)
+        return (*drafts, *law)
     whole = _joint_sentence(_lines(joint, alpha))
     if whole and on:
         whole = whole._replace(
@@ -140,6 +165,7 @@ _INSTEAD = {
     "min_tokens_long": ("process", "the law with min_tokens one too large", "the mask of stop tokens"),
     "min_tokens_short": ("process", "the law with min_tokens one too small", "the mask of stop tokens"),
     "stale_history": ("process", "penalties that do not know the drafts before in the block", "their history"),
+    "logits_as_probs": ("verify", "their logits, taken for probabilities", "what turns logits into probabilities"),
     "row_before": ("verify", "the law of the row before their own", "how rows are told apart"),
     "row_after": ("verify", "the law of the row after their own", "how rows are told apart"),
 }
@@ -149,8 +175,11 @@ _MUCH_BETTER = 15.0
 """Nats of log-likelihood from which an alternative counts: odds of three million to one."""
 
 
-def _another_law(alternatives: Sequence[Evidence]) -> tuple[Diagnosis, ...]:
-    """The alternative that explains the tokens of each kind of row best, if any does; the same ones together."""
+def _another_law(lines: _Lines) -> Said | None:
+    """The alternative that explains the tokens of each kind of row best, if any does."""
+    if lines.reports_its_law:
+        return None
+    alternatives = lines.alternatives
     best: dict[str, list[Evidence]] = {}
     for rows in dict.fromkeys(line.stratum for line in alternatives):
         fitting = [
@@ -161,14 +190,42 @@ def _another_law(alternatives: Sequence[Evidence]) -> tuple[Diagnosis, ...]:
         if fitting:
             line = max(fitting, key=lambda one: one.statistic)
             best.setdefault(line.name, []).append(line)
-    said = []
-    for name, lines in sorted(best.items(), key=lambda item: -sum(line.statistic for line in item[1])):
-        stage, law, look = _INSTEAD[name]
-        rows = " and ".join(line.stratum for line in lines)
-        gain = sum(line.statistic for line in lines) / sum(line.num_tokens for line in lines)
-        sentence = f"tokens of {rows} rows follow {law} ({gain:.3f} nat a token better than their own): look at {look}"
-        said.append(Diagnosis(stage, sentence))
-    return tuple(said)
+    if _drafts_off(lines) and "draft" in {line.stratum for line in alternatives}:
+        # What leaves the rows with a draft unexplained is not the cause.
+        best = {name: its for name, its in best.items() if any(line.stratum == "draft" for line in its)}
+    if not best:
+        return None
+    name, its = max(best.items(), key=lambda item: sum(line.statistic for line in item[1]))
+    stage, law, look = _INSTEAD[name]
+    rows = " and ".join(line.stratum for line in its)
+    gain = sum(line.statistic for line in its) / sum(line.num_tokens for line in its)
+    sentence = f"tokens of {rows} rows follow {law} ({gain:.3f} nat a token better than their own): look at {look}"
+    return stage, sentence, _ALL
+
+
+def _drafts_off(lines: _Lines) -> bool:
+    return bool(lines.matching("bias*", "surprisal_draft") or Origin.RECOVERED in lines.off_support())
+
+
+def _no_law(lines: _Lines) -> Said | None:
+    """Rows that no law of their own prefix explains, although many were tried."""
+    if lines.reports_its_law or not lines.alternatives or not lines.matching("support"):
+        return None
+    drawn = {origin: count for origin, count in lines.off_support().items() if origin in _DRAWN}
+    if not drawn or not lines.laws_vary:
+        return None
+    split = ", ".join(f"{count} {origin}" for origin, count in drawn.items())
+    if lines.by_batch and not lines.matching("surprisal_draft"):
+        sentence = (
+            f"tokens either follow the law or are far off it ({split}), and texts change with their batch-mates: "
+            "look at rows of other requests"
+        )
+        return "verify", sentence, _ALL
+    sentence = (
+        f"tokens are drawn that no law of their own prefix explains ({split}): look at what the forward reads, the "
+        "cache, its page table, and the mask"
+    )
+    return "forward", sentence, _ALL
 
 
 def _not_the_same(same: _Lines) -> tuple[Diagnosis, ...]:
@@ -202,9 +259,9 @@ def _law_sentences(lines: _Lines) -> tuple[Diagnosis, ...]:
         if said:
             stage, sentence, explained = said
             sentences.append(Diagnosis(stage, sentence))
-            if stage == "verify":  # what is reported of a wrong row is of that row
+            if stage in ("forward", "process", "verify"):  # what is reported of a wrong row is of that row
                 explained = (*explained, "logprobs")
-            lines = _Lines(lines.by_name, lines.open - set(lines.matching(*explained)))
+            lines = dataclasses.replace(lines, open=lines.open - set(lines.matching(*explained)))
     if lines.open:
         failed = ", ".join(f"{name} ({lines.by_name[name].statistic:.4g})" for name in sorted(lines.open))
         sentences.append(Diagnosis("unknown", f"no known fault looks like this; what failed (statistic): {failed}"))
@@ -246,7 +303,7 @@ def _shared_rows(lines: _Lines) -> Said | None:
 
 
 def _equal_samples(lines: _Lines) -> Said | None:
-    if not lines.matching("duplicates"):
+    if not lines.matching("duplicates") or not lines.laws_vary:  # greedy texts repeat, right or wrong
         return None
     a_sample = duplicates_per_sample(lines.by_name["duplicates"])
     # Where drafts are kept much too often samples repeat, too.
@@ -278,11 +335,15 @@ def _residual(lines: _Lines) -> Said | None:
     if not lines.matching("residual"):
         return None
     share, count = lines.estimate("residual"), lines.z("residual")
+    stage, look = "accept", "the residual that a rejection draws from"
+    if Origin.BONUS in lines.off_support() and lines.by_batch:
+        stage, look = "commit", "counts of other requests: texts change with their batch-mates"
+    elif Origin.BONUS in lines.off_support() and not lines.matching("bias"):
+        stage, look = "streams", "a count and a token that are drawn apart: drafts are kept as often as they should be"
     return (
-        "accept",
-        f"recovered tokens include their own rejected draft ({count:.0f} of them, {share:.1%}): look at the residual "
-        "that a rejection draws from",
-        ("residual", "bias*", "surprisal_draft", "lag_*", "duplicates", *_SHAPE),
+        stage,
+        f"recovered tokens include their own rejected draft ({count:.0f} of them, {share:.1%}): look at {look}",
+        _ALL,
     )
 
 
@@ -300,6 +361,37 @@ def _lag(lines: _Lines) -> Said | None:
         f"coins are shared between {before} and the next acceptance (slope {lines.size(name, sign=True)}): look at how "
         "far the generator advances a round",
         ("lag_*", "bias*", "surprisal_draft", *_SHAPE),
+    )
+
+
+def _one_coin(lines: _Lines) -> Said | None:
+    """A coin that was small enough for one draft is so for the next."""
+    slots = sorted(name for name in lines.by_name if name.startswith("bias_slot_"))
+    if not lines.reports_its_law or len(slots) < 2 or slots[0] in lines.open or lines.matching("support", "residual"):
+        return None
+    later = [name for name in slots[1:] if name in lines.open]
+    if not later or any(lines.z(name) <= 0 for name in later) or abs(lines.z(slots[0])) > _CLEAR / 2:
+        return None
+    return (
+        "streams",
+        f"drafts that follow an accepted one are accepted too often ({lines.size(later[0])} in slot "
+        f"{later[0].removeprefix('bias_slot_')}), the first is not: look at whether the slots of a round share a coin",
+        _ALL,
+    )
+
+
+def _past_the_end(lines: _Lines) -> Said | None:
+    """After its end a text has but one law: the stop token again."""
+    counts = lines.off_support() if lines.matching("support") else {}
+    certain = certain_off_support(lines.by_name["support"]) if counts else 0
+    if not lines.laws_vary or certain < max(_SOME, sum(counts.values())):
+        return None
+    split = ", ".join(f"{count} {origin}" for origin, count in counts.items())
+    return (
+        "commit",
+        f"tokens were put out where the law holds but one other ({split}), as after the end of a text: look at where "
+        "texts are cut at a stop token",
+        _ALL,
     )
 
 
@@ -334,6 +426,21 @@ def _filters(lines: _Lines) -> Said | None:
         return None
     kinds = " and ".join(dict.fromkeys(_ROW_WORDS[origin] for origin in counts))
     split = ", ".join(f"{count} {origin}" for origin, count in counts.items())
+    if not lines.laws_vary:
+        sentence = f"greedy rows put out another token than the likeliest ({split}): look at rows of temperature 0"
+        return "verify", sentence, _ALL
+    if lines.reports_its_law and lines.by_batch:
+        sentence = (
+            f"tokens of probability 0 are put out ({split}), others follow the law, and texts change with their "
+            f"batch-mates: look at {kinds} rows of other requests"
+        )
+        return "verify", sentence, _ALL
+    if lines.reports_its_law:
+        sentence = (
+            f"tokens of probability 0 are put out ({split}), although the laws that are reported are right: look at "
+            f"how {' and '.join(counts)} tokens are drawn"
+        )
+        return "accept", sentence, _ALL
     inflated = ("bias*",) if lines.estimate("bias") <= 0 else ()
     return (
         "verify",
@@ -463,8 +570,8 @@ def _inverse(lines: _Lines) -> Said | None:
 
 
 _RULES: tuple[_Rule, ...] = (
-    *(_shared_rows, _equal_samples, _residual, _lag, _early_ends, _filters, _every_row, _draft_rows, _acceptance),
-    *(_own_draws, _inverse, _few_equal_samples, _reported),
+    *(_shared_rows, _equal_samples, _past_the_end, _early_ends, _residual, _lag, _another_law, _no_law, _one_coin),
+    *(_filters, _every_row, _draft_rows, _acceptance, _own_draws, _inverse, _few_equal_samples, _reported),
 )
 
 

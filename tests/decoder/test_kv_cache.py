@@ -50,6 +50,9 @@ class Twin:
         for sequence, contents in self.contents.items():
             assert self.kv.lengths(np.array([sequence])).tolist() == [len(contents)]
             assert self.read(torch.from_numpy(tables[sequence]), len(contents)) == contents
+            slots = self.kv.slots(np.full(len(contents), sequence), np.arange(len(contents)))
+            page, offset = torch.from_numpy(slots // self.kv.page_size), torch.from_numpy(slots % self.kv.page_size)
+            assert self.kv.pages[0, page, 0, offset, 0, 0].tolist() == contents
         held = {int(page) for table in tables.values() for page in table}
         assert len(held) + self.kv.num_free_pages == len(self.kv._references)
         assert not held & {int(page) for page in self.kv._free_pages[: self.kv.num_free_pages]}
@@ -180,6 +183,9 @@ def test_a_full_cache_says_what_it_needs_and_changes_nothing() -> None:
         (lambda kv: kv.extend(np.array([0]), np.array([62])), "at most 64 tokens"),
         (lambda kv: kv.extend(np.array([1]), np.array([1])), "not in use"),
         (lambda kv: kv.lengths(np.array([-1])), "not in use"),
+        (lambda kv: kv.slots(np.array([0]), np.array([3])), "position = 3: is not in the sequence"),
+        (lambda kv: kv.slots(np.array([0]), np.array([-1])), "position = -1"),
+        (lambda kv: kv.slots(np.array([2]), np.array([0])), "not in use"),
         (lambda kv: kv.fork(99), "not in use"),
         (lambda kv: kv.truncate(np.array([0]), np.array([4])), "between 0 and"),
         (lambda kv: kv.free(np.array([3])), "not in use"),

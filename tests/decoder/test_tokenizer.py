@@ -88,6 +88,33 @@ def test_display_text_of_specials_padding_and_wrong_ids() -> None:
         tokenizer.token_text(-1)
 
 
+def test_a_gguf_file_names_the_tokens_that_end_a_text() -> None:
+    assert from_metadata().eos_token_ids == (0,)
+    assert from_metadata(eos_token_id=2, eot_token_id=1, eom_token_id=2).eos_token_ids == (1, 2)
+    assert from_metadata(eos_token_id=2**32 - 1).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("own", "model", "generation", "expected"),
+    [
+        ("<|end|>", None, None, (0,)),
+        ({"content": "<|user|>"}, None, None, (1,)),
+        (None, {"eos_token_id": 2}, None, (2,)),
+        ("<|end|>", {"eos_token_id": 2}, {"eos_token_id": [7, 0]}, (0, 7)),
+        ("<|end|>", {"eos_token_id": 2}, {"do_sample": True}, (0,)),
+        ("no such token", None, {"eos_token_id": 5}, (5,)),
+        (None, None, None, ()),
+    ],
+)
+def test_a_folder_names_the_tokens_that_end_a_text(
+    own: object, model: object, generation: object, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    for name, table in (("config.json", model), ("generation_config.json", generation)):
+        if table is not None:
+            (tmp_path / name).write_text(json.dumps(table))
+    assert folder_tokenizer(tmp_path, **({} if own is None else {"eos_token": own})).eos_token_ids == expected
+
+
 def test_without_a_template_a_chat_is_its_plain_text() -> None:
     metadata = {k: v for k, v in tokenizer_metadata(add_bos_token=True).items() if k != "tokenizer.chat_template"}
     tokenizer = tokenizer_from_gguf("m", metadata)

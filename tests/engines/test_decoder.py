@@ -57,12 +57,33 @@ def test_a_fault_reaches_the_decoder_for_one_call_only(engine: Engine) -> None:
     assert before == after != faulty
 
 
+def test_the_models_own_end_of_text_stops_a_request_and_its_scorer_knows(engine: DecoderEngine) -> None:
+    """The answer to a chat, greedy: <|im_end|> after a few words."""
+    params = SamplingParams(temperature=0.0, ignore_eos=False)
+    prompt = engine.encode_prompt([{"role": "user", "content": "What is the capital of France?"}])
+    asked = requests(engine, 1, params=params, prompt_token_ids=prompt, max_tokens=24)
+    off, on = (engine.generate(asked, speculative=speculative)[0].token_ids.tolist() for speculative in (False, True))
+    assert on == off
+    assert len(on) < 24
+    assert engine.token_text(on[-1]) == "<|im_end|>"
+    whole = [*on, *on[-1:] * (24 - len(on))]
+    samples = FinishedSamples(
+        prompt_token_ids=prompt,
+        params=params,
+        token_ids=np.array([whole]),
+        draft_token_ids=np.full((1, 24), -1),
+        stream_keys=np.array([asked[0].stream_key]),
+    )
+    assert (engine.scorer().score(samples).p_token == 1).all()
+
+
 def test_it_describes_itself_in_values_that_json_can_hold(engine: Engine, smollm2_checkpoint: Checkpoint) -> None:
     description = engine.describe()
     assert json.loads(json.dumps(description)) == description
     expected = {
         "model_sha256": smollm2_checkpoint.sha256,
         "architecture": "llama",
+        "eos_token_ids": list(smollm2_checkpoint.tokenizer.eos_token_ids),
         "dtype": "float32",
         "device": "cpu",
         "kernels": "cpp",

@@ -21,7 +21,8 @@ from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, Request, SamplingParams
 from equivtest.rng import Purpose, stream_key, uniforms
 from tests.decoder.incapable_backend import IncapableBackend
-from tests.decoder.scenarios import CONFIGS, build, random_prompts, requests_for, texts
+from tests.decoder.scenarios import CONFIGS, GREEDY, build, random_prompts, requests_for, texts
+from tests.decoder.test_processed_decoding import PROCESSED
 
 
 class SeedlessBackend(IncapableBackend):
@@ -33,87 +34,106 @@ class SeedlessBackend(IncapableBackend):
 
 
 @functools.cache
-def executor(drafter: str, kernels: str = "cpp", *, max_draft: int = 3, capable: bool = True) -> Executor:
+def executor(drafter: str, kernels: str = "cpp") -> Executor:
     backend = get_backend(kernels)
-    main = backend if capable else SeedlessBackend(backend)
-    return build(main, drafter, max_draft=max_draft, plain_backend=backend)
+    return build(SeedlessBackend(backend), drafter, max_draft=3, plain_backend=backend)
 
 
 def asked(params: SamplingParams, count: int = 12) -> list[Request]:
     return requests_for(random_prompts(count), params, max_tokens=16)
 
 
-def bytes_of(generations: Sequence[Generation]) -> list[tuple[bytes, bytes, bytes, bytes]]:
+def mixed(params: SamplingParams, count: int) -> list[Request]:
+    """Every third of the requests has a seed, and is routed plain for it."""
+    return [dataclasses.replace(r, seed=i) if i % 3 == 0 else r for i, r in enumerate(asked(params, count))]
+
+
+Bytes = tuple[bytes, bytes, bytes, bytes]
+
+
+def bytes_of(generations: Sequence[Generation]) -> list[Bytes]:
     return [
         (g.token_ids.tobytes(), g.slots.tobytes(), g.draft_token_ids.tobytes(), g.num_drafts.tobytes())
         for g in generations
     ]
 
 
-def check_that_it_shows_and_goes(fault: Fault, params: SamplingParams) -> None:
-    """It changes speculative text, the same way on both kernels, leaves plain text alone, and nothing after it."""
-    by_cpp = executor(fault.setting.drafter)
-    requests = asked(params)
-    before = bytes_of(by_cpp.generate(requests, speculative=True))
-    faulty = by_cpp.generate(requests, speculative=True, fault=fault)
-    assert bytes_of(faulty) != before
+@functools.cache
+def without_fault(drafter: str, kernels: str, params: SamplingParams, count: int, speculative: bool) -> list[Bytes]:
+    return bytes_of(executor(drafter, kernels).generate(mixed(params, count), speculative=speculative))
+
+
+def check_planted(fault: Fault, *, count: int = 18) -> None:
+    """What holds for every fault, on `count` requests, every third of them on the plain route.
+
+    It replaces the stage that it names; it changes what the speculative requests give, in the same way on both kernels,
+    and not what the plain ones give, beside them or when speculation is off; the laws that the report stage reads are
+    those that the verify stage wrote; and once it is gone, all is as before.
+    """
+    drafter, params = fault.setting.drafter, params_of(fault)
+    requests, by_cpp = mixed(params, count), executor(drafter)
+    check_that_only_its_stage_changes(fault)
+    before = without_fault(drafter, "cpp", params, count, True)
+    watch = LawWatch(fault)
+    generations = by_cpp.generate(requests, speculative=True, fault=watch)
+    assert (watch.num_steps > 3, watch.num_changed) == (True, 0)
+    plain = [i for i, g in enumerate(generations) if not g.route.speculative]
+    assert len(plain) == count // 3
+    faulty = bytes_of(generations)
+    assert [faulty[i] for i in plain] == [before[i] for i in plain]
+    assert faulty != before
     assert bytes_of(by_cpp.generate(requests, speculative=True)) == before
-    again = executor(fault.setting.drafter, "reference").generate(requests, speculative=True, fault=fault)
-    assert texts(again) == texts(faulty)
-    plain = by_cpp.generate(requests, speculative=False)
-    assert bytes_of(by_cpp.generate(requests, speculative=False, fault=fault)) == bytes_of(plain)
+    off = by_cpp.generate(requests, speculative=False, fault=fault)
+    assert bytes_of(off) == without_fault(drafter, "cpp", params, count, False)
+    by_reference = executor(drafter, "reference").generate(requests, speculative=True, fault=fault)
+    assert texts(by_reference) == texts(generations)
 
 
-def check_that_plain_requests_are_left_alone(fault: Fault, params: SamplingParams, count: int = 12) -> None:
-    """In one batch with speculative requests, whose drafts the fault does change."""
-    mixed = executor(fault.setting.drafter, capable=False)
-    routes = [dataclasses.replace(r, seed=i) if i % 3 else r for i, r in enumerate(asked(params, count))]
-    right = mixed.generate(routes, speculative=True)
-    faulty = mixed.generate(routes, speculative=True, fault=fault)
-    plain = [i for i, g in enumerate(right) if not g.route.speculative]
-    assert len(plain) == 2 * count // 3
-    assert bytes_of([faulty[i] for i in plain]) == bytes_of([right[i] for i in plain])
-    assert bytes_of(faulty) != bytes_of(right)
+class LawWatch:
+    """Plants a fault and counts entries of the laws that the report stage reads otherwise than verify wrote them."""
 
+    def __init__(self, fault: Fault) -> None:
+        self.fault, self.num_steps, self.num_changed = fault, 0, 0
 
-def check_that_laws_are_put_back(fault: Fault, params: SamplingParams) -> None:
-    """What the report stage reads is what the verify stage wrote, whatever the accept stage saw."""
-    written: list[Tensor] = []
-    differences = 0
-
-    def watch(stages: Stages) -> Stages:
-        faulty = fault(stages)
+    def __call__(self, stages: Stages) -> Stages:
+        faulty = self.fault(stages)
+        written = torch.empty(0)
 
         def verify(step: StepInput, drafts: Drafts, scored: Scored) -> Tensor:
+            nonlocal written
             target_probs = faulty.verify(step, drafts, scored)
-            written.append(target_probs.clone())
+            written = target_probs.clone()
             return target_probs
 
         def report(
             step: StepInput, drafts: Drafts, scored: Scored, target_probs: Tensor, accepted: SpecAccept
         ) -> Float32Array | None:
-            nonlocal differences
-            differences += int((target_probs != written[-1]).sum())
+            self.num_steps += 1
+            self.num_changed += int((target_probs != written).sum())
             return faulty.report(step, drafts, scored, target_probs, accepted)
 
         return dataclasses.replace(faulty, verify=verify, report=report)
-
-    executor(fault.setting.drafter).generate(asked(params), speculative=True, fault=watch)
-    assert len(written) > 3
-    assert differences == 0
 
 
 def check_that_only_its_stage_changes(fault: Fault) -> None:
     stages = executor(fault.setting.drafter).stages
     wrapped = fault(stages)
     names = [field.name for field in dataclasses.fields(Stages)]
-    assert [n for n in names if getattr(wrapped, n) is not getattr(stages, n)] == [fault.stage]
+    # Coins of every kind are drawn in the accept stage.
+    named = "accept" if fault.stage == "streams" else fault.stage
+    assert [n for n in names if getattr(wrapped, n) is not getattr(stages, n)] == [named]
 
 
 VOCAB_SIZE = 97
 SAMPLED = "sampled_exit"
 _BIAS = tuple((i, -100.0 if i % 4 == 1 else 1.0) for i in range(VOCAB_SIZE) if i % 4 in (1, 2))
-_CONFIGS = {**CONFIGS, "logitbias": SamplingParams(temperature=0.8, top_p=0.95, logit_bias=_BIAS)}
+_CONFIGS = {
+    **CONFIGS,
+    "greedy": GREEDY,
+    "penalties": PROCESSED["penalties"],
+    "logitbias": SamplingParams(temperature=0.8, top_p=0.95, logit_bias=_BIAS),
+    "stops": SamplingParams(temperature=0.8, top_p=0.95, stop_token_ids=tuple(range(1, 97, 4)), min_tokens=3),
+}
 
 
 def params_of(fault: Fault) -> SamplingParams:
@@ -187,13 +207,19 @@ class Round:
         offered = np.arange(kept.shape[1]) < self.drafts.num_draft[:, None]
         return (kept & offered).cumprod(axis=1).sum(axis=1)
 
+    @property
+    def stages(self) -> Stages:
+        """Of which only accept may be called."""
+        return stages_of(accept=RoutedAcceptance(ChainAcceptance(self.backend), self.backend))
+
+    def laws(self) -> Tensor:
+        """target_probs [B, K+1, vocab_size]"""
+        return self.p.expand(self.step.batch, *self.p.shape).clone()
+
     def play(self, fault: Fault | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Tokens put out, [B, K+1], and how many drafts were kept, [B]."""
-        stages = stages_of(accept=RoutedAcceptance(ChainAcceptance(self.backend), self.backend))
-        if fault is not None:
-            stages = fault(stages)
-        target_probs = self.p.expand(self.step.batch, *self.p.shape).clone()
-        accepted = stages.accept(self.step, self.drafts, target_probs)
+        stages = self.stages if fault is None else fault(self.stages)
+        accepted = stages.accept(self.step, self.drafts, self.laws())
         return accepted.output_token_ids.numpy().copy(), accepted.emitted.numpy().copy()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from equivtest.decoder.stages import Drafts, Stages, StepInput
-from equivtest.errors import InvalidSetting, UnknownName
-from equivtest.faults import Fault, get_fault, known_faults
+from equivtest.decoder.acceptance import known_rules
+from equivtest.decoder.drafters.registry import known_drafters
+from equivtest.decoder.stages import Drafts, StepInput
+from equivtest.errors import InvalidSetting
+from equivtest.faults import NOT_EXPRESSIBLE, Family, Fault, Nature, catalogue, get_fault
 from equivtest.faults.acceptance import InflatedAcceptance
 from equivtest.kernels.contract import SpecAccept, SpecScratch, Streams
 from equivtest.kernels.registry import get_backend
+from equivtest.protocol.configs import CONFIGS
+from tests.faults.planted import check_that_only_its_stage_changes
 
 NUM_ROWS = 100_000
 P = torch.tensor([0.2, 0.5, 0.3])
@@ -74,23 +78,51 @@ def test_inflated_acceptance_leaves_plain_rows_and_ignored_drafts_alone() -> Non
     assert given[0][2, 0, 1] == 1.0  # clamped
 
 
-def test_a_fault_wraps_the_stage_it_names_and_no_other() -> None:
-    marks = Stages(**{name: cast("Any", object()) for name in ("propose", "forward", "verify", "accept", "commit")})
-    for name in known_faults():
-        fault = get_fault(name)
-        wrapped = fault(marks)
-        changed = [f.name for f in dataclasses.fields(Stages) if getattr(wrapped, f.name) is not getattr(marks, f.name)]
-        assert changed == [fault.stage]
-        assert fault.name == name
-        assert fault.description
+FAULTS = catalogue()
+PUBLIC = (
+    1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 13, 14, 15, 17, 18, 19, 21, 23, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 37,
+    38, 39, 40, 41, 43, 44, 45, 47, 48, 49, 50, 52, 53, 54, 55, 56,
+)  # fmt: skip
+"""Numbers of the faults that were reported in public and are to be planted."""
 
 
-def test_faults_are_known_by_name() -> None:
-    assert known_faults() == ("inflated_acceptance", "reused_coin")
-    assert isinstance(get_fault("inflated_acceptance", epsilon=0.05), Fault)
-    assert "0.05" in get_fault("inflated_acceptance", epsilon=0.05).description
-    with pytest.raises(UnknownName, match="inflated_acceptance"):
-        get_fault("gremlin")
+def test_every_public_fault_is_planted_once_or_said_to_be_inexpressible() -> None:
+    planted = [number for fault in FAULTS for number in fault.ids]
+    assert sorted([*planted, *NOT_EXPRESSIBLE]) == list(PUBLIC)
+    assert len(PUBLIC) == 46
+    assert len(planted) >= 38
+    assert all(NOT_EXPRESSIBLE.values())
+
+
+def test_names_are_those_of_their_functions_and_can_be_typed() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        assert re.fullmatch("[a-z]+(_[a-z0-9]+)*", fault.name)
+        assert get_fault(fault.name).name == fault.name
+        assert get_fault(fault.name).description == fault.description
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_says_what_it_is_and_where_it_shows(fault: Fault) -> None:
+    assert fault.kind
+    assert len(fault.description) > 20
+    assert not fault.description.endswith(".")
+    assert fault.setting.config in CONFIGS
+    assert fault.setting.drafter in known_drafters()
+    assert fault.setting.acceptance in known_rules()
+    assert fault.setting.draft_len >= 1
+    assert bool(fault.ids) == bool(fault.reports)
+    if fault.nature is Nature.VARIANT:
+        assert not fault.changes_law
+        assert not fault.expected
+        return
+    assert fault.expected
+    assert fault.changes_law or fault.expected <= {Family.REPLAY, Family.LOGPROBS}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_wraps_the_stage_it_names_and_no_other(fault: Fault) -> None:
+    check_that_only_its_stage_changes(fault)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -0.1, 1.5, float("nan"), float("inf")])

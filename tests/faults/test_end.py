@@ -14,20 +14,17 @@ from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, Origin, SamplingParams
 from tests.decoder.scenarios import build, random_prompts, requests_for
 from tests.faults.planted import (
-    check_that_it_shows_and_goes,
-    check_that_plain_requests_are_left_alone,
+    check_planted,
     executor,
     named,
 )
 
-OFTEN = SamplingParams(temperature=0.8, top_p=0.95, stop_token_ids=tuple(range(1, 97, 4)), min_tokens=3)
 STOPS = SamplingParams(temperature=0.8, top_p=0.95, stop_token_ids=tuple(range(5, 97, 16)), min_tokens=4)
 
 
 @pytest.mark.parametrize("name", [make().name for make in FAULTS])
 def test_it_changes_drafted_rows_alone_and_leaves_nothing_behind(name: str) -> None:
-    check_that_it_shows_and_goes(named(FAULTS, name), OFTEN)
-    check_that_plain_requests_are_left_alone(named(FAULTS, name), OFTEN, 24)
+    check_planted(named(FAULTS, name), count=24)
 
 
 def generated(name: str | None, params: SamplingParams, count: int = 150) -> list[Generation]:

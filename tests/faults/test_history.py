@@ -16,8 +16,7 @@ from equivtest.faults.history import FAULTS
 from equivtest.records import SamplingParams
 from tests.decoder.scenarios import CONFIGS, random_prompts, requests_for, slowly_processed
 from tests.faults.planted import (
-    check_that_it_shows_and_goes,
-    check_that_plain_requests_are_left_alone,
+    check_planted,
     executor,
     named,
 )
@@ -35,8 +34,7 @@ EVERYTHING = dataclasses.replace(
 
 @pytest.mark.parametrize("name", [make().name for make in FAULTS])
 def test_it_changes_drafted_rows_alone_and_leaves_nothing_behind(name: str) -> None:
-    check_that_it_shows_and_goes(named(FAULTS, name), PENALTIES)
-    check_that_plain_requests_are_left_alone(named(FAULTS, name), PENALTIES)
+    check_planted(named(FAULTS, name))
 
 
 class Row(NamedTuple):

@@ -13,16 +13,14 @@ from equivtest.records import Generation, LogprobKind, Request
 from tests.decoder.scenarios import CONFIGS, GREEDY, build, random_prompts, requests_for, texts
 from tests.faults.planted import (
     bytes_of,
-    check_that_it_shows_and_goes,
-    check_that_plain_requests_are_left_alone,
+    check_planted,
     executor,
     named,
 )
 
 
 def test_greedy_nan_changes_drafted_rows_alone_and_leaves_nothing_behind() -> None:
-    check_that_it_shows_and_goes(named(FAULTS, "greedy_nan"), GREEDY)
-    check_that_plain_requests_are_left_alone(named(FAULTS, "greedy_nan"), GREEDY)
+    check_planted(named(FAULTS, "greedy_nan"))
 
 
 def test_greedy_rows_with_drafts_put_out_token_0_and_sampled_ones_are_right() -> None:

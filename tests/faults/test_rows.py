@@ -15,13 +15,11 @@ from equivtest.errors import InvalidSetting
 from equivtest.faults import Fault
 from equivtest.faults.rows import FAULTS, StaleQ
 from equivtest.kernels.registry import get_backend
-from tests.decoder.scenarios import CONFIGS, build
+from tests.decoder.scenarios import build
 from tests.faults.planted import (
     Round,
     Step,
-    check_that_it_shows_and_goes,
-    check_that_laws_are_put_back,
-    check_that_plain_requests_are_left_alone,
+    check_planted,
     executor,
     named,
     sampled_drafts,
@@ -35,9 +33,7 @@ ROWS, SLOTS = np.nonzero(np.arange(4) <= NUM_DRAFT[:, None])
 
 @pytest.mark.parametrize("fault", [make() for make in FAULTS], ids=lambda fault: fault.name)
 def test_it_changes_drafted_rows_alone_and_leaves_nothing_behind(fault: Fault) -> None:
-    check_that_it_shows_and_goes(fault, CONFIGS["topp95"])
-    check_that_plain_requests_are_left_alone(fault, CONFIGS["topp95"])
-    check_that_laws_are_put_back(fault, CONFIGS["topp95"])
+    check_planted(fault)
 
 
 def read(name: str) -> list[list[int]]:

@@ -130,7 +130,4 @@ def test_without_a_bias_there_is_nothing_to_leave_off() -> None:
 
 @pytest.mark.parametrize("fault", [f() for f in FAULTS], ids=lambda f: f.name)
 def test_it_shows_in_text_and_goes_without_a_trace(fault: Fault) -> None:
-    params = planted.params_of(fault)
-    planted.check_that_only_its_stage_changes(fault)
-    planted.check_that_it_shows_and_goes(fault, params)
-    planted.check_that_plain_requests_are_left_alone(fault, params)
+    planted.check_planted(fault)

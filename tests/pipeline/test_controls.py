@@ -122,7 +122,7 @@ def test_a_fault_of_ones_own_is_measured_like_all_others(tmp_path: Path, monkeyp
 
 
 def test_an_unknown_fault_is_named_before_anything_is_run(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match="no_such_fault.*raw_target"):
+    with pytest.raises(UnknownName, match=r"no_such_fault.*raw_target"):
         controls(options(tmp_path / "run", "no_such_fault"))
     assert not (tmp_path / "run").exists()
 
