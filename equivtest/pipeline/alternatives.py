@@ -26,7 +26,7 @@ from equivtest.records import Evidence, LawColumns, Origin, SamplingParams
 from equivtest.samples.reader import read_samples
 from equivtest.stats.alternatives import likelihood_gain
 
-NUM_TOKENS = 4096
+NUM_TOKENS = 2048
 """Tokens of a config that are looked at."""
 
 _COLUMNS = ("seed", "token_id", "draft_token_id", "slot", "num_draft", "origin")

@@ -236,7 +236,10 @@ class _Study:
         return kept_lines(path)[config]
 
     def _alternatives(self, engine: Engine, protocol: Protocol, fault: Fault) -> tuple[Evidence, ...]:
+        """What the tokens follow instead, where they do not follow their law."""
         folder, config = self._run_dir / fault.name, fault.setting.config
+        if not any(kill.found for kill in judge(folder, None, protocol, config, Arm.BIASED).kills):
+            return ()
         if not (folder / ALTERNATIVES_FILE).exists():
             lines = alternative_evidence(folder, protocol, config, Arm.BIASED, engine)
             keep_lines(folder / ALTERNATIVES_FILE, {config: lines})

@@ -16,11 +16,11 @@ from equivtest.protocol.plan import Protocol
 from equivtest.records import Evidence, Generation, Request
 from equivtest.stats.identity import DRAFT_RATE, TEXT_RATE, same
 
-_NUM_REPLAYED = 32
+_NUM_REPLAYED = 24
 """Seeded requests, over all prompts in turn."""
-_NUM_ALONE = 6
+_NUM_ALONE = 3
 """Of them, how many are decoded again in a batch of their own."""
-_SMALL_BATCH = 3
+_SMALL_BATCH = 4
 
 
 def can_repeat(engine: Engine) -> bool:
