@@ -88,6 +88,26 @@ def test_a_short_text_is_refused_where_nothing_ends_a_text(tmp_path: Path) -> No
         judge(tmp_path / "run", FakeEngine(ends_after=12), config="topp95")
 
 
+def test_the_built_in_decoder_stops_its_texts_and_reports_their_law(tmp_path: Path) -> None:
+    """A small trained model under config stops: nothing is flagged but the report that is planted in the biased arm."""
+    tiny = EngineOptions(model="tiny", dtype="float32", drafter="model", draft_model="tiny-draft")
+    options = RunOptions(
+        configs=("stops",),
+        budget="smoke",
+        engine=tiny,
+        analysis=AnalysisOptions(confirm=False),
+        run_dir=tmp_path / "run",
+        planted="logprob_zero",
+    )
+    verdict = run(options).analysis.verdict
+    assert verdict.word is Word.EQUIVALENT
+    assert (read_samples(tmp_path / "run", ["origin"], arms=["on"]).to_pandas()["origin"] == "ended").sum() > 100
+    evidence = pd.read_parquet(tmp_path / "run" / "evidence.parquet").query("name == 'logprobs'").set_index("stratum")
+    assert evidence.loc[["off / stops", "on / stops"], "p_value"].tolist() == [1.0, 1.0]
+    assert evidence.loc["biased / stops", "p_value"] == 0.0
+    assert evidence["method"].str.contains("0.001").all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "word"), [("float32", Word.DIFFERENT), (None, Word.DIFFERENT), ("bfloat16", Word.EQUIVALENT)]
 )
