@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from equivtest.decoder.scorer import FinishedSamples
+from equivtest.decoder.scorer import RIGHT, FinishedSamples, Reading
 from equivtest.records import SPEC, Generation, LawColumns, Origin, Request, Route, SamplingParams
 from equivtest.rng import Purpose, uniforms
 
@@ -50,7 +50,7 @@ class FakeEngine:
         return f"<{token_id}>"
 
     def describe(self) -> Mapping[str, Any]:
-        return {"engine": "fake", "model": "fake", "drafter": "mode", **self._dtype}
+        return {"engine": "fake", "model": "fake", "drafter": "mode", "vocab_size": VOCAB_SIZE, **self._dtype}
 
     def scorer(self) -> "FakeScorer | None":
         return self._scorer
@@ -130,11 +130,18 @@ class FakeScorer:
     def __init__(self, heat: float = 1.0) -> None:
         self.heat, self.num_calls = heat, 0
 
-    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+    def score(
+        self,
+        samples: FinishedSamples,
+        *,
+        on_tokens: Callable[[int], None] | None = None,
+        reading: Reading = RIGHT,
+    ) -> LawColumns:
         tokens, drafts = samples.token_ids, samples.draft_token_ids
         position = np.arange(tokens.shape[1])
         self.num_calls += 1
         laws = laws_of(samples.prompt_token_ids, tokens.shape[1], samples.params) ** (1 / self.heat)
+        laws = laws[np.clip(position + reading.row, 0, len(laws) - 1)]
         lengths = lengths_of(tokens, samples.params)
         ended = position >= lengths[:, None]
         last = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)

@@ -197,3 +197,97 @@ def test_collisions_and_whole_samples_are_said_by_their_sign() -> None:
     assert diagnose(clean, joint=[line("mode", 5.0, 1e-4, estimate=0.01)])[0].startswith(
         "every token of arm on follows"
     )
+
+
+LOGPROBS_RIGHT = line("logprobs", 0.0, 1.0, estimate=0.0)
+LOGPROBS_WRONG = line("logprobs", 900.0, 0.0, estimate=0.3)
+HOT = line("surprisal_draft", 12.0, 0.0, estimate=0.4, ci_low=0.3, ci_high=0.5)
+MILD = line("surprisal_draft", 0.5, 0.6, estimate=0.0, ci_low=-0.1, ci_high=0.1)
+BIASED = line("bias", -9.0, 0.0, estimate=-0.1, ci_low=-0.12, ci_high=-0.08)
+CHANGED = dataclasses.replace(line("replay", 20.0, 0.0, estimate=0.8), family="identity")
+OFF_LAW = dataclasses.replace(line("drafts", 300.0, 0.0, estimate=0.3), family="identity")
+
+
+def off_support(split: str, p_value: float = 0.0) -> Evidence:
+    return dataclasses.replace(line("support", 5.0, p_value, estimate=0.005), method=f"tokens with p(y) = 0 ({split})")
+
+
+def another(name: str, rows: str = "draft", *, gain: float = 500.0, fit: float = 0.4) -> Evidence:
+    made = line(name, gain, fit, estimate=gain / 1_000)
+    return dataclasses.replace(made, family="alternative", stratum=rows)
+
+
+def first(*evidence: Evidence, **more: object) -> str:
+    return diagnosis.diagnose(evidence, **more)[0].stage  # type: ignore[arg-type]
+
+
+def test_drafts_that_are_not_of_their_law_come_first() -> None:
+    told = diagnosis.diagnose([BIASED, MILD], identity=[OFF_LAW])
+    assert [one.stage for one in told] == ["propose", "accept"]
+    assert told[0].sentence.startswith("30.0% of the sampled drafts")
+    assert first(BIASED, MILD, identity=[dataclasses.replace(OFF_LAW, p_value=0.5)]) == "accept"
+
+
+def test_another_law_that_fits_names_its_stage_and_explains_everything() -> None:
+    for name, stage in (("no_top_p", "verify"), ("no_penalties", "process"), ("stale_history", "process")):
+        told = diagnosis.diagnose(
+            [HOT, BIASED, LOGPROBS_WRONG], alternatives=[another(name), another("raw", gain=100.0)]
+        )
+        assert [one.stage for one in told] == [stage]
+    for useless in (another("no_penalties", fit=1e-9), another("no_penalties", gain=3.0)):
+        assert first(HOT, LOGPROBS_WRONG, alternatives=[useless]) == "verify"
+    bonus = [another("no_penalties", "bonus"), another("the law", "draft", gain=0.0)]
+    assert first(HOT, LOGPROBS_WRONG, alternatives=bonus) == "verify", "rows with a draft are left unexplained"
+
+
+def test_a_decoder_that_reports_its_law_right_draws_from_it_wrongly() -> None:
+    alternatives = [another("the law", gain=0.0), another("no_penalties")]
+    support = off_support("40 recovered")
+    assert first(MILD, support, LOGPROBS_RIGHT, alternatives=alternatives) == "accept"
+    assert first(MILD, support, LOGPROBS_WRONG, alternatives=alternatives) == "process"
+
+
+def test_rows_that_no_law_explains_are_read_wrongly() -> None:
+    none_fits = [another("the law", gain=0.0, fit=0.0), another("raw", gain=900.0, fit=0.0)]
+    support = off_support("400 recovered, 30 bonus")
+    assert first(HOT, BIASED, support, LOGPROBS_WRONG, alternatives=none_fits) == "forward"
+    assert first(MILD, support, LOGPROBS_WRONG, alternatives=none_fits, identity=[CHANGED]) == "verify"
+    assert first(HOT, BIASED, support, LOGPROBS_WRONG) == "verify", "nothing else was tried"
+
+
+def test_a_rejected_draft_that_comes_out_is_told_apart_by_who_counts() -> None:
+    rejected = line("residual", 30.0, 0.0, estimate=0.01)
+    both = off_support("900 recovered, 300 bonus")
+    assert first(rejected, MILD, BIASED, off_support("900 recovered"), LOGPROBS_RIGHT) == "accept"
+    assert first(rejected, MILD, BIASED, both, LOGPROBS_RIGHT) == "accept"
+    assert first(rejected, MILD, both, LOGPROBS_RIGHT) == "streams"
+    assert first(rejected, MILD, BIASED, both, LOGPROBS_RIGHT, identity=[CHANGED]) == "commit"
+
+
+def test_one_coin_for_all_slots_spares_the_first() -> None:
+    def slots(*z: float) -> list[Evidence]:
+        return [
+            line(f"bias_slot_{j}", s, 1e-9 if abs(s) > 5 else 0.5, estimate=s / 100, ci_low=s / 200, ci_high=s / 50)
+            for j, s in enumerate(z)
+        ]
+
+    assert first(*slots(0.3, 13.0, 15.0), MILD, LOGPROBS_RIGHT) == "streams"
+    assert first(*slots(12.0, 13.0, 15.0), MILD, LOGPROBS_RIGHT) == "accept"
+    assert first(*slots(0.3, -13.0, -15.0), MILD, LOGPROBS_RIGHT) != "streams"
+
+
+def test_tokens_after_the_end_of_a_text_are_told_apart_from_missing_filters() -> None:
+    assert first(MILD, off_support("20 accepted, 5 bonus; 25 where the law is certain")) == "commit"
+    assert first(MILD, off_support("20 recovered, 5 bonus; 3 where the law is certain")) == "verify"
+    assert first(off_support("25 recovered; 25 where the law is certain")) == "verify", "greedy laws are all certain"
+
+
+def test_repeats_speak_where_the_law_holds() -> None:
+    greedy = dataclasses.replace(line("greedy", 4.0, 0.0, estimate=1.0), family="identity")
+    assert stages_of(diagnosis.diagnose([MILD], identity=[CHANGED])) == ["streams"]
+    assert stages_of(diagnosis.diagnose([MILD], identity=[greedy])) == ["verify"]
+    assert diagnosis.diagnose([MILD], identity=[dataclasses.replace(CHANGED, p_value=0.4)]) == ()
+
+
+def stages_of(told: tuple[diagnosis.Diagnosis, ...]) -> list[str]:
+    return [one.stage for one in told]
