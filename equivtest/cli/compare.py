@@ -15,7 +15,8 @@ Examples:
   equivtest compare results/a/samples/arm=on results/b/samples/arm=off
 \b
 A file has the columns prompt_id, seed, position, token_id (and config, if there are several), one row per token, in
-parquet or JSON lines; or JSON lines with prompt_id, seed and token_ids. A folder is all such files in it.
+parquet or JSON lines; or JSON lines with prompt_id, seed and token_ids. A folder is all such files in it. A shorter
+token_ids list is a text that ended early: its last token is repeated. Record both arms with the same max_tokens.
 """
 
 

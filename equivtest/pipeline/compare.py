@@ -17,7 +17,7 @@ from equivtest.pipeline.families import generator, joint_results, judge_cells
 from equivtest.pipeline.frames import cells_frame
 from equivtest.pipeline.manifest import FILE_NAME
 from equivtest.records import Arm, Comparison
-from equivtest.samples.recorded import CellFamily, read_recorded
+from equivtest.samples.recorded import CellFamily, RecordedSamples, read_recorded
 from equivtest.verdict.decide import decide
 from equivtest.verdict.facts import ConfigFacts, Finding, RunFacts
 from equivtest.verdict.findings import Cell, marginal_finding
@@ -50,7 +50,8 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
         if (path / FILE_NAME).is_file():
             message = f"{path} is a run folder; give one arm of it, such as {path / 'samples' / 'arm=on'}"
             raise UsageError(message)
-    off_tokens, on_tokens = read_recorded(off).tokens, read_recorded(on).tokens
+    off_samples, on_samples = read_recorded(off), read_recorded(on)
+    off_tokens, on_tokens = off_samples.tokens, on_samples.tokens
     if off_tokens.keys() == on_tokens.keys() and all(
         np.array_equal(off_tokens[family], on_tokens[family]) for family in off_tokens
     ):
@@ -60,6 +61,7 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
         only = sorted(" / ".join(family) for family in off_tokens.keys() ^ on_tokens.keys())
         message = f"{on} and {off} hold different prompts or configs; in one only: {', '.join(only[:5])}"
         raise UsageError(message)
+    off_tokens, on_tokens = _filled_up(off_samples, on_tokens), _filled_up(on_samples, off_tokens)
     cells = _cells(on, off, off_tokens, on_tokens)
     rng = generator(run_seed, "compare")
     pairs: dict[Comparison, tuple[Grids, Grids]] = {
@@ -110,6 +112,15 @@ def _cells(on: Path, off: Path, off_tokens: Grids, on_tokens: Grids) -> list[Cel
             raise MissingSamples(missing, "record the same number of tokens in both")
         cells += [(family.config, family.prompt_id, position) for position in range(tokens.shape[1])]
     return cells
+
+
+def _filled_up(samples: RecordedSamples, other: Grids) -> Grids:
+    """With as many positions as the other arm has, in families whose texts end early: the last token is repeated."""
+    tokens: dict[CellFamily, Tokens] = {}
+    for family, grid in samples.tokens.items():
+        missing = other[family].shape[1] - grid.shape[1] if family in samples.ended_early else 0
+        tokens[family] = np.pad(grid, ((0, 0), (0, max(missing, 0))), mode="edge")
+    return tokens
 
 
 def _columns(tokens: Grids) -> list[Tokens]:

@@ -2,6 +2,9 @@
 
 Columns prompt_id, seed, position, token_id, one row a token, in parquet or one JSON object a line; or one JSON object
 a sample with prompt_id, seed and token_ids (a list). `config` is optional in both. A folder is all such files in it.
+
+A list may be shorter than others of its prompt: that text ended early, and its last token is repeated. Rows a token do
+not say whether a text ended or rows were lost, so there every sample needs every position.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class RecordedSamples:
     """The file or folder they were read from."""
     tokens: Mapping[CellFamily, npt.NDArray[np.int32]]
     """Token ids [num_seeds, num_positions], rows sorted by seed; families sorted by name."""
+    ended_early: frozenset[CellFamily]
+    """Families in which some text is shorter than others: its last token is repeated."""
 
 
 def read_recorded(path: Path) -> RecordedSamples:
@@ -59,15 +64,19 @@ def read_recorded(path: Path) -> RecordedSamples:
         raise MissingSamples(missing=f"no rows in {path}", remedy="record some tokens first")
     columns = {name: table.column(name) for name in table.column_names}
     families: dict[CellFamily, npt.NDArray[np.int32]] = {}
+    ended_early: set[CellFamily] = set()
     config_codes, configs = sorted_codes(columns["config"])
     prompt_codes, prompts = sorted_codes(columns["prompt_id"])
-    seed, position, token = (columns[name].to_numpy() for name in ("seed", "position", "token_id"))
+    seed, position, token, ends = (columns[name].to_numpy() for name in ("seed", "position", "token_id", "ends"))
     family = config_codes * len(prompts) + prompt_codes
     for code in np.unique(family):
         rows = family == code
         name = CellFamily(configs[code // len(prompts)], prompts[code % len(prompts)])
-        families[name] = _grid(path, name, seed[rows], position[rows], token[rows])
-    return RecordedSamples(source=path, tokens=families)
+        last = position[rows & ends]
+        if len(last) and last.min() < position[rows].max():
+            ended_early.add(name)
+        families[name] = _grid(path, name, seed[rows], position[rows], token[rows], ends[rows])
+    return RecordedSamples(source=path, tokens=families, ended_early=frozenset(ended_early))
 
 
 def _files(path: Path) -> list[Path]:
@@ -87,8 +96,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> tuple[pa.Table, set[str]]:
-    """Columns config, prompt_id (string), seed, position, token_id (int64), without nulls or negative numbers; and the
-    arms that the file names."""
+    """Columns config, prompt_id (string), seed, position, token_id (int64), without nulls or negative numbers, and ends
+    (whether the token is the last one of a list); and the arms that the file names."""
     table = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
     arms = set(pc.unique(table.column("arm")).to_pylist()) - {None} if "arm" in table.column_names else set()
     columns: dict[str, pa.ChunkedArray] = {}
@@ -100,6 +109,8 @@ def _read_file(path: Path) -> tuple[pa.Table, set[str]]:
             columns[name] = pa.chunked_array([pa.repeat(DEFAULT_CONFIG, table.num_rows)])
             continue
         columns[name] = _checked_column(path, name, table.column(name), kind)
+    in_lists = "ends" in table.column_names
+    columns["ends"] = table.column("ends") if in_lists else pa.chunked_array([pa.repeat(False, table.num_rows)])
     return pa.table(columns), {str(arm) for arm in arms}
 
 
@@ -144,7 +155,7 @@ def _read_parquet(path: Path) -> pa.Table:
 
 def _read_jsonl(path: Path) -> pa.Table:
     """One row a token, whichever of the two layouts a line has."""
-    columns: dict[str, list[object]] = {name: [] for name in (*_COLUMN_TYPES, "arm")}
+    columns: dict[str, list[object]] = {name: [] for name in (*_COLUMN_TYPES, "arm", "ends")}
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
@@ -152,7 +163,7 @@ def _read_jsonl(path: Path) -> pa.Table:
                     _add_line(path, number, line, columns)
         except UnicodeDecodeError as undecodable:
             raise InvalidShard(path, f"not UTF-8 text: {undecodable}") from undecodable
-    kinds = {**_COLUMN_TYPES, "arm": pa.string()}
+    kinds = {**_COLUMN_TYPES, "arm": pa.string(), "ends": pa.bool_()}
     return pa.table({name: pa.array(values, kinds[name]) for name, values in columns.items()})
 
 
@@ -187,6 +198,7 @@ def _add_line(path: Path, number: int, line: str, columns: dict[str, list[object
     columns["seed"] += [entry["seed"]] * len(tokens)
     columns["position"] += range(len(tokens)) if whole_sample else [entry["position"]]
     columns["token_id"] += tokens
+    columns["ends"] += [*[False] * (len(tokens) - 1), whole_sample]
 
 
 def _is_id(value: object) -> bool:
@@ -199,13 +211,14 @@ def _grid(
     seed: npt.NDArray[np.int64],
     position: npt.NDArray[np.int64],
     token: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int32]:
-    """Token ids [num_seeds, num_positions]; each seed must have each position exactly once."""
+    """Token ids [num_seeds, num_positions]; each seed must have each position exactly once, up to the end of a list."""
     where = f"config {family.config}, prompt {family.prompt_id}"
     seeds, seed_index = np.unique(seed, return_inverse=True)
     num_positions = int(position.max()) + 1
-    if num_positions * len(seeds) > 64 * len(token):
-        row = int(np.argmax(position))
+    row = int(np.argmax(position))
+    if num_positions * len(seeds) > 64 * len(token) and not ends[row]:
         raise MissingSamples(
             missing=f"{where}: seed {seed[row]} has position {position[row]}, but all seeds have {len(token)} tokens",
             remedy=_REMEDY,
@@ -217,16 +230,22 @@ def _grid(
         raise InvalidShard(
             path, f"{where}: seed {seeds[first // num_positions]}, position {first % num_positions} is there twice"
         )
-    if (counts == 0).any():
-        first = int(np.argmax(counts == 0))
+    tokens = np.full((len(seeds), num_positions), -1, dtype=np.int32)
+    tokens.ravel()[place] = token
+    for index, last in zip(seed_index[ends], position[ends], strict=True):
+        tokens[index, last + 1 :] = tokens[index, last]
+    lacking = tokens.ravel() == -1
+    if lacking.any():
+        first = int(np.argmax(lacking))
         raise MissingSamples(
-            missing=f"{int((counts == 0).sum())} of {len(counts)} tokens in {path}, {where}, first at "
+            missing=f"{int(lacking.sum())} of {len(counts)} tokens in {path}, {where}, first at "
             f"seed {seeds[first // num_positions]}, position {first % num_positions}",
             remedy=_REMEDY,
         )
-    tokens = np.empty(len(counts), dtype=np.int32)
-    tokens[place] = token
-    return tokens.reshape(len(seeds), num_positions)
+    return tokens
 
 
-_REMEDY = "every sample of a prompt needs the same number of tokens: generate a fixed number and ignore end-of-text"
+_REMEDY = (
+    "every sample of a prompt needs the same number of tokens: generate a fixed number and ignore end-of-text, or give "
+    "whole samples as token_ids"
+)

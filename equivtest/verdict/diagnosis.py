@@ -269,8 +269,15 @@ def _law_sentences(lines: _Lines) -> tuple[Diagnosis, ...]:
 
 
 def _off_sentences(lines: _Lines, said: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
-    if _shared_rows(lines) or _equal_samples(lines) or lines.open == {"logprobs"}:
+    if _shared_rows(lines) or _equal_samples(lines):
         return tuple(one._replace(sentence=f"in arm off already, {one.sentence}") for one in said)
+    if lines.open == {"logprobs"}:
+        sentence = (
+            "arm off reports log-probabilities that are not those of the law either (median difference "
+            f"{lines.estimate('logprobs'):.3g} nat): look at where logprobs are gathered, and at the scorer's weights, "
+            "precision, temperature and filters"
+        )
+        return (Diagnosis("reference", sentence),)
     failed = ", ".join(sorted(lines.open))
     sentence = (
         f"arm off does not follow the law either ({failed}): the reference law is not the decoder's law; look at the "

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from equivtest.decoder.scorer import FinishedSamples
-from equivtest.records import SPEC, Generation, LawColumns, Origin, Request, Route
+from equivtest.decoder.scorer import RIGHT, FinishedSamples, Reading
+from equivtest.records import SPEC, Generation, LawColumns, Origin, Request, Route, SamplingParams
 from equivtest.rng import Purpose, uniforms
 
 VOCAB_SIZE = 12
@@ -16,7 +16,8 @@ class FakeEngine:
     """The law at a position depends on the prompt and the position alone; the draft is its likeliest token, one a step.
 
     `on_epsilon` inflates the acceptance of arms on and on_null: a decoder whose speculative path is wrong. The planted
-    fault of the biased arm has `biased_epsilon`.
+    fault of the biased arm has `biased_epsilon`. Texts stop at a stop token; `runs_on` and `ends_after` (a number of
+    tokens) are faults of that on the speculative path. What it reports there is off by `logprob_error` nats.
     """
 
     def __init__(
@@ -28,9 +29,17 @@ class FakeEngine:
         speculates: bool = True,
         scorer: "FakeScorer | None" = None,
         has_law: bool = True,
+        runs_on: bool = False,
+        ends_after: int | None = None,
+        logprob_error: float = 0.0,
+        reports: bool = True,
+        dtype: str | None = None,
     ) -> None:
         self.on_epsilon, self.biased_epsilon = on_epsilon, biased_epsilon
         self.drift, self.speculates = drift, speculates
+        self.runs_on, self.ends_after, self.logprob_error = runs_on, ends_after, logprob_error
+        self.reports = reports
+        self._dtype = {"dtype": dtype} if dtype else {}
         self.num_calls = 0
         self._scorer = (scorer or FakeScorer()) if has_law else None
 
@@ -41,7 +50,7 @@ class FakeEngine:
         return f"<{token_id}>"
 
     def describe(self) -> Mapping[str, Any]:
-        return {"engine": "fake", "model": "fake", "drafter": "mode"}
+        return {"engine": "fake", "model": "fake", "drafter": "mode", "vocab_size": VOCAB_SIZE, **self._dtype}
 
     def scorer(self) -> "FakeScorer | None":
         return self._scorer
@@ -61,13 +70,13 @@ class FakeEngine:
         speculative = speculative and self.speculates
         generations = [self._one(request, speculative, min(epsilon + extra, 1.0)) for request in requests]
         if on_tokens is not None:
-            on_tokens(sum(request.max_tokens for request in requests))
+            on_tokens(sum(len(generation.token_ids) for generation in generations))
         return generations
 
     def _one(self, request: Request, speculative: bool, epsilon: float) -> Generation:
         length = request.max_tokens
         position = np.arange(length)
-        laws = laws_of(request.prompt_token_ids, length)
+        laws = laws_of(request.prompt_token_ids, length, request.params)
         draft = laws.argmax(axis=1)
         key = np.full(length, request.stream_key)
         if not speculative:
@@ -80,15 +89,20 @@ class FakeEngine:
             recovered = self._draw(residual, uniforms(key, position, Purpose.RECOVER))
             tokens = np.where(accepted, draft, recovered)
         origins = np.where(accepted, Origin.ACCEPTED, Origin.RECOVERED) if speculative else [Origin.PLAIN] * length
+        logprobs = np.log(laws[position, tokens]) + self.logprob_error * speculative
+        end = length if self.runs_on and speculative else lengths_of(tokens[None], request.params)[0]
+        if self.ends_after and speculative:
+            end = min(end, self.ends_after)
         return Generation(
-            token_ids=tokens.astype(np.int32),
-            origins=tuple(Origin(origin) for origin in origins),
-            slots=np.full(length, 0 if speculative else -1, np.int8),
-            draft_token_ids=(draft if speculative else np.full(length, -1)).astype(np.int32),
-            steps=position.astype(np.int32),
-            batch_rows=np.zeros(length, np.int32),
-            num_drafts=np.full(length, 1 if speculative else 0, np.int8),
+            token_ids=tokens[:end].astype(np.int32),
+            origins=tuple(Origin(origin) for origin in origins[:end]),
+            slots=np.full(end, 0 if speculative else -1, np.int8),
+            draft_token_ids=(draft[:end] if speculative else np.full(end, -1)).astype(np.int32),
+            steps=position[:end].astype(np.int32),
+            batch_rows=np.zeros(end, np.int32),
+            num_drafts=np.full(end, 1 if speculative else 0, np.int8),
             route=SPEC if speculative else Route(False, "speculation is off"),
+            logprobs=logprobs[:end].astype(np.float32) if self.reports and request.logprobs == "processed" else None,
         )
 
     @staticmethod
@@ -97,9 +111,17 @@ class FakeEngine:
         return (cumulative > (coins * cumulative[:, -1])[:, None]).argmax(axis=1)
 
 
-def laws_of(prompt_token_ids: Sequence[int], num_positions: int) -> np.ndarray:
-    """[num_positions, VOCAB_SIZE]"""
-    return np.random.default_rng(len(prompt_token_ids)).dirichlet(np.ones(VOCAB_SIZE), size=num_positions)
+def laws_of(prompt_token_ids: Sequence[int], num_positions: int, params: SamplingParams) -> np.ndarray:
+    """[num_positions, VOCAB_SIZE]; of the parameters only the stop tokens and min_tokens count."""
+    laws = np.random.default_rng(len(prompt_token_ids)).dirichlet(np.ones(VOCAB_SIZE), size=num_positions)
+    laws[: params.min_tokens, [token for token in params.stop_token_ids if token < VOCAB_SIZE]] = 0.0
+    return laws / laws.sum(axis=1, keepdims=True)
+
+
+def lengths_of(tokens: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """[n] tokens of each row of [n, num_positions] up to its first stop token, that one included."""
+    stops = np.isin(tokens, params.stop_token_ids)
+    return np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, tokens.shape[1])
 
 
 class FakeScorer:
@@ -108,19 +130,32 @@ class FakeScorer:
     def __init__(self, heat: float = 1.0) -> None:
         self.heat, self.num_calls = heat, 0
 
-    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+    def score(
+        self,
+        samples: FinishedSamples,
+        *,
+        on_tokens: Callable[[int], None] | None = None,
+        reading: Reading = RIGHT,
+    ) -> LawColumns:
         tokens, drafts = samples.token_ids, samples.draft_token_ids
         position = np.arange(tokens.shape[1])
         self.num_calls += 1
-        laws = laws_of(samples.prompt_token_ids, tokens.shape[1]) ** (1 / self.heat)
-        laws /= laws.sum(axis=1, keepdims=True)
-        p_token, has_draft = laws[position, tokens], drafts >= 0
-        p_draft = np.where(has_draft, laws[position, drafts], 0.0)
+        laws = laws_of(samples.prompt_token_ids, tokens.shape[1], samples.params) ** (1 / self.heat)
+        laws = laws[np.clip(position + reading.row, 0, len(laws) - 1)]
+        lengths = lengths_of(tokens, samples.params)
+        ended = position >= lengths[:, None]
+        last = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
+        # A text that has stopped has one law: its stop token again.
+        laws = np.where(ended[:, :, None], np.arange(VOCAB_SIZE) == last[:, :, None], laws)
+        laws /= laws.sum(axis=2, keepdims=True)
+        p_token, has_draft = np.take_along_axis(laws, tokens[:, :, None], axis=2)[:, :, 0], drafts >= 0
+        p_draft = np.where(has_draft, np.take_along_axis(laws, drafts[:, :, None], axis=2)[:, :, 0], 0.0)
         coins = [uniforms(samples.stream_keys[:, None], position, Purpose.SCORE, draw=draw) for draw in range(2)]
-        above = (laws[None] * (laws[None] > p_token[:, :, None])).sum(axis=2)
-        before = np.cumsum(laws, axis=1)[position, tokens] - p_token
-        entropy = -(laws * np.log(laws)).sum(axis=1)
-        variance = (laws * (-np.log(laws) - entropy[:, None]) ** 2).sum(axis=1)
+        above = (laws * (laws > p_token[:, :, None])).sum(axis=2)
+        before = (laws * (np.arange(VOCAB_SIZE) < tokens[:, :, None])).sum(axis=2)
+        logs = np.log(np.where(laws > 0, laws, 1.0))
+        entropy = -(laws * logs).sum(axis=2)
+        variance = (laws * (-logs - entropy[:, :, None]) ** 2).sum(axis=2)
         if on_tokens is not None:
             on_tokens(tokens.size)
         return LawColumns(
@@ -132,7 +167,7 @@ class FakeScorer:
             q_variance=p_draft * (1 - p_draft),
             pit_rank=np.clip(above + coins[0] * p_token, 0, 1),
             pit_vocab=np.clip(before + coins[1] * p_token, 0, 1),
-            entropy=np.broadcast_to(entropy, tokens.shape),
-            var_surprisal=np.broadcast_to(variance, tokens.shape),
-            support_violation=np.zeros(tokens.shape, bool),
+            entropy=np.abs(entropy),
+            var_surprisal=variance,
+            support_violation=p_token == 0,
         )

@@ -117,12 +117,19 @@ def test_a_reference_law_that_is_not_the_decoders_makes_the_run_invalid(tmp_path
 
 
 def test_a_law_that_is_slightly_wrong_is_not_taken_for_a_fault_of_speculation(tmp_path: Path) -> None:
-    """Both arms stray from it alike. In these two runs stage 1 flags arm on alone; only stage 2 on both arms tells."""
+    """Both arms stray from it alike. In these two runs stage 1 flags arm on alone; only stage 2 on both arms tells.
+
+    The twin: where log-probabilities are reported, stage 1 sees at once that arm off follows another law.
+    """
     for seed in (8, 11):
-        result = judge(tmp_path / str(seed), FakeEngine(scorer=FakeScorer(heat=1.12)), run_seed=seed)
+        result = judge(tmp_path / str(seed), FakeEngine(scorer=FakeScorer(heat=1.12), reports=False), run_seed=seed)
         [reference] = [finding for finding in result.analysis.verdict.findings if finding.role is Role.REFERENCE]
         assert not reference.flagged
         assert result.analysis.verdict.word is Word.INVALID
+    reporting = judge(tmp_path / "reporting", FakeEngine(scorer=FakeScorer(heat=1.12)), run_seed=8).analysis.verdict
+    [reference] = [finding for finding in reporting.findings if finding.role is Role.REFERENCE]
+    assert [flag.place.test for flag in reference.flagged] == ["logprobs"]
+    assert reporting.word is Word.INVALID
 
 
 def test_several_configs_are_recomputed_to_the_same_bytes_in_the_order_asked(tmp_path: Path) -> None:

@@ -121,11 +121,25 @@ def test_a_wrong_line_is_located(tmp_path: Path, line: str, words: str) -> None:
     assert refused.value.path == path
 
 
-def test_samples_of_unequal_length_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_shorter_list_repeats_its_last_token(tmp_path: Path) -> None:
     rows = sample_rows()
-    rows[1]["token_ids"] = [1, 2, 3]
-    with pytest.raises(MissingSamples, match=r"1 of 12 tokens .* first at seed 3, position 3; .* ignore end-of-text"):
-        read_recorded(write_jsonl(tmp_path / "on.jsonl", rows))
+    rows[1]["token_ids"] = [1, 2]
+    recorded = read_recorded(write_jsonl(tmp_path / "on.jsonl", rows))
+    family = CellFamily(DEFAULT_CONFIG, "story")
+    assert recorded.tokens[family].tolist() == [[1, 2, 2, 2], TOKENS[2].tolist(), TOKENS[0].tolist()]
+    assert recorded.ended_early == {family}
+    assert not read_recorded(write_jsonl(tmp_path / "on.jsonl", sample_rows())).ended_early
+    rows[0]["token_ids"] = list(range(1_000))
+    assert read_recorded(write_jsonl(tmp_path / "on.jsonl", rows)).tokens[family].shape == (3, 1_000)
+
+
+def test_rows_that_are_not_there_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    for lost in ([7], [6, 7]):
+        rows = [row for index, row in enumerate(token_rows()) if index not in lost]
+        words = rf"{len(lost)} of 12 tokens .* first at seed 3, position {4 - len(lost)}; .* ignore end-of-text"
+        for write, name in ((write_jsonl, "on.jsonl"), (write_parquet, "on.parquet")):
+            with pytest.raises(MissingSamples, match=words):
+                read_recorded(write(tmp_path / name, rows))
 
 
 def test_a_stray_position_is_refused_without_allocating_a_grid_for_it(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_reported_log_probabilities_are_told_apart_from_a_wrong_law() -> None:
     assert stages([reported, hot]) == ["verify"], "they are those of the wrong row"
     inflated = line("bias", 12.0, 0.0, estimate=0.1, ci_low=0.09, ci_high=0.11)
     assert stages([reported, inflated]) == ["accept", "report"]
-    assert diagnose([], [reported])[0].startswith("in arm off already, reported log-probabilities")
+    assert diagnose([], [reported])[0].startswith("arm off reports log-probabilities that are not those of the law")
     assert diagnose([dataclasses.replace(reported, p_value=1.0)]) == ()
 
 
