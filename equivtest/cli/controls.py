@@ -31,7 +31,7 @@ _ENGINE_FIELDS = ("model", "dtype", "device", "kernels", "draft_model", "early_e
     "--budget",
     default="smoke",
     show_default=True,
-    help="Samples of each subject: smoke (4 prompts, 24 positions, 128 seeds) or a run's gate or audit.",
+    help="Samples of each subject: smoke (4 prompts, 20 positions, 128 seeds) or a run's gate or audit.",
 )
 @click.option("--only", multiple=True, help="Only this fault; may be repeated.")
 @click.option("--faults-from", multiple=True, help="A module, or module:attribute, with more faults.")

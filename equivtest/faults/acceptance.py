@@ -128,6 +128,7 @@ def coarse_coin() -> Fault:
         ids=(19,),
         reports=("sglang#35771",),
         expected=frozenset({Family.LAW, Family.SUPPORT}),
+        subtle=True,
         wrap=judged("coarse_coin", _coarse_coin),
     )
 

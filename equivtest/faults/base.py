@@ -46,6 +46,8 @@ class Fault:
     setting: Setting = field(default_factory=Setting)
     expected: frozenset[Family] = frozenset()
     """What should find it at the gate budget."""
+    subtle: bool = False
+    """Too small for a smoke budget: only a matrix of the gate's size must find it."""
     changes_law: bool = True
     """Whether tokens come from another law; if not, only replay or reports are wrong."""
 

@@ -256,6 +256,7 @@ def shared_noise() -> Fault:
         description="the coin that drew a draft also draws the token that replaces it",
         setting=Setting(drafter=SAMPLED_DRAFTER),
         expected=frozenset({Family.LAW, Family.MARGINAL}),
+        subtle=True,
     )
 
 

@@ -18,17 +18,14 @@ from typing import Any
 from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.faults import NOT_EXPRESSIBLE
 from equivtest.files import sole_writer
-from equivtest.pipeline.control_subject import Bench, ControlsOptions, chosen
+from equivtest.pipeline.control_subject import SMOKE, Bench, ControlsOptions, chosen
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
 from equivtest.pipeline.progress import Listener, Silent
-from equivtest.protocol.budgets import Budget, get_budget
+from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.plan import Protocol
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Nature
 from equivtest.report.kill_matrix import KillMatrix, write_kill_matrix
-
-SMOKE = Budget(name="smoke", num_prompts=4, num_positions=24, num_seeds=128, epsilon=0.1)
-"""Larger than a run's: the catalogue is made for a small model, which is fast, and has subtle faults in it."""
 
 
 def controls(options: ControlsOptions, listener: Listener | None = None) -> tuple[Path, KillMatrix]:

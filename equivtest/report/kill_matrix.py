@@ -80,6 +80,8 @@ class Outcome:
     """Where the first sentence of the diagnosis points."""
     refused: str | None
     """What the decoder said where it did not run at all."""
+    may_be_missed: bool = False
+    """Too subtle a fault for the samples of this matrix."""
 
     @property
     def killed(self) -> bool:
@@ -87,12 +89,7 @@ class Outcome:
 
     @property
     def as_expected(self) -> bool:
-        return self.killed is self.nature.must_be_found
-
-    @property
-    def by_law(self) -> bool:
-        """Whether its samples gave it away, and not only a replay or a report."""
-        return any(kill.found for family, kill in self.kills.items() if family not in _NOT_THE_LAW)
+        return self.killed is self.nature.must_be_found or (self.may_be_missed and not self.killed)
 
     @property
     def words(self) -> str:
@@ -105,10 +102,6 @@ class Outcome:
     @property
     def well_named(self) -> bool:
         return self.named_stage == self.stage
-
-
-_DONE = {True: "found", False: "passed"}
-_NOT_THE_LAW = (Family.REPLAY, Family.IDENTITY, Family.LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +125,15 @@ class KillMatrix:
         for nature, title in NATURE_TITLES.items():
             own = self.of(nature)
             if own:
-                right = sum(outcome.as_expected for outcome in own)
-                lines.append(f"{title.split(':')[0]}: {right} of {len(own)} {_DONE[nature.must_be_found]}")
-        found = [outcome for outcome in self.of(Nature.FAULT) if outcome.killed and outcome.refused is None]
-        if found:
-            named = sum(outcome.well_named for outcome in found)
-            lines.append(f"diagnosis names the stage of {named} of {len(found)} faults that were found")
+                found = nature.must_be_found
+                right = sum(outcome.killed is found for outcome in own)
+                subtle = [outcome.name for outcome in own if outcome.may_be_missed and not outcome.killed]
+                aside = f"; too subtle for this budget: {', '.join(subtle)}" if subtle else ""
+                lines.append(f"{title.split(':')[0]}: {right} of {len(own)} {'found' if found else 'passed'}{aside}")
+        told = [outcome for outcome in self.of(Nature.FAULT) if outcome.killed and outcome.refused is None]
+        if told:
+            named = sum(outcome.well_named for outcome in told)
+            lines.append(f"diagnosis names the stage of {named} of {len(told)} faults that were found")
         lines += [
             f"{'found' if outcome.killed else 'not found'}, and must {'not ' * outcome.killed}be: {outcome.name}"
             for outcome in self.outcomes

@@ -135,7 +135,7 @@ def diagnose(
         whole = whole._replace(
             sentence=f"every token of arm on follows the law at its own prefix, yet {whole.sentence}"
         )
-    return (*drafts, *([whole] if whole else ()), *_not_the_same(same))
+    return (*drafts, *_not_the_same(same), *([whole] if whole else ()))
 
 
 def _proposal(same: _Lines) -> tuple[Diagnosis, ...]:
@@ -171,8 +171,8 @@ _INSTEAD = {
 }
 """What each alternative law says of a decoder: the stage, what its tokens follow, and what to look at."""
 
-_MUCH_BETTER = 15.0
-"""Nats of log-likelihood from which an alternative counts: odds of three million to one."""
+_MUCH_BETTER = 8.0
+"""Nats of log-likelihood from which an alternative counts: odds of three thousand to one."""
 
 
 def _another_law(lines: _Lines) -> Said | None:
