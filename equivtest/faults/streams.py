@@ -211,6 +211,7 @@ def _fault(
     expected: frozenset[Family],
     setting: Setting | None = None,
     changes_law: bool = True,
+    subtle: bool = False,
 ) -> Fault:
     def wrap(stages: Stages) -> Stages:
         for require in requirements:
@@ -228,6 +229,7 @@ def _fault(
         setting=setting or Setting(),
         expected=expected,
         changes_law=changes_law,
+        subtle=subtle,
     )
 
 
