@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from equivtest.kernels.registry import get_backend
+from tests.decoder.scenarios import CONFIGS, build, random_prompts, requests_for
+
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "results" / "reference"
 
@@ -75,6 +78,23 @@ def coin_figures() -> tuple[str, ...]:
     return f"{sum(marginal['num_flagged'].values())} of {cells} cells", f"adjusted p {lag['p_value']:.0e}"
 
 
+def matrix_figures() -> tuple[str, ...]:
+    record = read("controls-gate/controls.json")
+    assert record["as_expected"] is True
+    counts = dict(line.split(": ") for line in record["summary"] if ": " in line)
+    named = next(line for line in record["summary"] if line.startswith("diagnosis"))
+    faults, variants, correct, lossy = (
+        counts[name].removesuffix(" found").removesuffix(" passed")
+        for name in ("Faults", "Valid variants", "Correct decoders (A/A)", "Lossy by design")
+    )
+    return (
+        f"{faults} faults found, in {record['seconds']:.0f} s",
+        f"{variants} valid variants and {correct} correct decoders passed",
+        f"{lossy} lossy rules found",
+        f"named in {' '.join(named.split()[5:8])}",
+    )
+
+
 def speed_figures(bench: str, ours: str, theirs: str) -> tuple[str, ...]:
     unit = "total_ms" if bench == "bench-kernels.json" else "median_ms"
     mine, other = row_of(bench, ours), row_of(bench, theirs)
@@ -111,6 +131,7 @@ def speed_figures(bench: str, ours: str, theirs: str) -> tuple[str, ...]:
         ("the same in closed form", closed_form_figures),
         ("a correct decoder under the whole gate", gate_figures),
         ("the recovery's coin", coin_figures),
+        ("the kill matrix", matrix_figures),
         ("filter and sample", lambda: speed_figures("bench-kernels.json", "cpp", "torch_sort")),
         ("a decoding step", lambda: speed_figures("bench-decode.json", "step", "hf_step")),
         ("the forward alone", lambda: speed_figures("bench-decode.json", "forward", "hf_forward")),
@@ -120,6 +141,18 @@ def test_a_figure_is_the_one_that_was_measured(line: str, figures) -> None:
     text = next(text for text in (ROOT / "README.md").read_text("utf-8").splitlines() if text.startswith(f"| {line}"))
     for figure in figures():
         assert figure in text
+
+
+def test_the_fault_of_the_readme_is_one() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    found: dict = {}
+    exec(code, found)  # what a reader would paste into a module
+    (fault,) = found["FAULTS"]
+    batch = build(get_backend("cpp")).generate
+    prompts = requests_for(random_prompts(6), CONFIGS["topp95"])
+    right, wrong = (batch(prompts, speculative=True, fault=wrap) for wrap in (None, fault))
+    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(right, wrong, strict=True))
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def command(as_list: bool, as_json: bool, **values: Any) -> int:
 
     Beside the faults, correct decoders and valid variants must pass, and rules that are lossy by design must be found.
     """
+    # The processes take a core each: a pool of threads in every one of them costs more than half of the time.
+    if values["workers"] != 1 and values["device"] == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for

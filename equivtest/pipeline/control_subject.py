@@ -25,7 +25,6 @@ from equivtest.report.kill_matrix import Outcome
 from equivtest.rng import stream_key
 from equivtest.verdict.diagnosis import Diagnosis, diagnose
 
-
 SMOKE = Budget(name="smoke", num_prompts=4, num_positions=20, num_seeds=128, epsilon=0.1)
 """Larger than a run's: the catalogue is made for a small model, which is fast, and has subtle faults in it."""
 

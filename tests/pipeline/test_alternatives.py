@@ -64,7 +64,7 @@ def test_the_law_that_a_fault_puts_in_place_is_found(
 
 @pytest.mark.parametrize("config", ["topp95", "penalties"])
 def test_tokens_of_a_correct_decoder_follow_their_own_law(engine: DecoderEngine, tmp_path: Path, config: str) -> None:
-    """A gain of 8 nats by chance has probability below exp(-8), 3e-4, an alternative and kind of row; seeds are fixed."""
+    """A gain of 8 nats by chance has probability below exp(-8), 3e-4, an alternative; seeds are fixed."""
     lines = evidence(engine, tmp_path, config, correct(Setting(config=config)))
     assert max(line.statistic for line in lines) < 8
     assert {line.statistic for line in lines if line.name == "the law"} == {0.0}
