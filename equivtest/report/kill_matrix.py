@@ -49,12 +49,13 @@ COLUMNS: Mapping[str, pa.DataType] = {
     "test": pa.string(),
     "num_tokens": pa.int64(),
     "refused": pa.string(),
+    "failed": pa.string(),
     "as_expected": pa.bool_(),
     "named_stage": pa.string(),
     "diagnosis": pa.string(),
 }
 """controls.parquet: a row for each subject and family that looked at it; num_tokens is null where it found nothing, and
-a subject that the decoder refused has one row without a family."""
+a subject that was refused or failed has one row without a family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,9 @@ class Outcome:
     named_stage: str | None
     """Where the first sentence of the diagnosis points."""
     refused: str | None
-    """What the decoder said where it did not run at all."""
+    """What kernels or samples objected to: a decoder that does not get through its own checks is found."""
+    failed: str | None = None
+    """What went wrong where it could not be measured: never as it must be."""
     may_be_missed: bool = False
     """Too subtle a fault for the samples of this matrix."""
 
@@ -89,13 +92,17 @@ class Outcome:
 
     @property
     def as_expected(self) -> bool:
+        if self.failed is not None:
+            return False
         return self.killed is self.nature.must_be_found or (self.may_be_missed and not self.killed)
 
     @property
     def words(self) -> str:
         """What found it, for a line of progress."""
+        if self.failed is not None:
+            return f"NOT MEASURED: {self.failed}"
         if self.refused is not None:
-            return f"refused ({self.refused})"
+            return f"found: refused ({self.refused})"
         found = [family.value for family, kill in self.kills.items() if kill.found]
         return f"found by {', '.join(found)}" if found else "not found"
 
@@ -126,7 +133,7 @@ class KillMatrix:
             own = self.of(nature)
             if own:
                 found = nature.must_be_found
-                right = sum(outcome.killed is found for outcome in own)
+                right = sum(outcome.killed is found and outcome.failed is None for outcome in own)
                 subtle = [outcome.name for outcome in own if outcome.may_be_missed and not outcome.killed]
                 aside = f"; too subtle for this budget: {', '.join(subtle)}" if subtle else ""
                 lines.append(f"{title.split(':')[0]}: {right} of {len(own)} {'found' if found else 'passed'}{aside}")
@@ -135,7 +142,9 @@ class KillMatrix:
             named = sum(outcome.well_named for outcome in told)
             lines.append(f"diagnosis names the stage of {named} of {len(told)} faults that were found")
         lines += [
-            f"{'found' if outcome.killed else 'not found'}, and must {'not ' * outcome.killed}be: {outcome.name}"
+            f"{outcome.name}: {outcome.words}"
+            if outcome.failed
+            else f"{'found' if outcome.killed else 'not found'}, and must {'not ' * outcome.killed}be: {outcome.name}"
             for outcome in self.outcomes
             if not outcome.as_expected
         ]
@@ -192,7 +201,7 @@ def render_markdown(matrix: KillMatrix) -> str:
 
 def _markdown_row(outcome: Outcome) -> tuple[str, ...]:
     mark = "✓" if outcome.as_expected else "✗"
-    said = outcome.refused or "; ".join(outcome.diagnosis)
+    said = outcome.failed or outcome.refused or "; ".join(outcome.diagnosis)
     return (mark, outcome.name, *(kill_text(outcome.kills.get(family)) for family in Family), said)
 
 
@@ -216,7 +225,10 @@ def _rows(outcome: Outcome) -> Iterator[dict[str, Any]]:
         "subject": outcome.name,
         "nature": outcome.nature.value,
         **{name: list(getattr(outcome, name)) for name in ("ids", "reports")},
-        **{name: getattr(outcome, name) for name in ("kind", "stage", "config", "drafter", "acceptance", "refused")},
+        **{
+            name: getattr(outcome, name)
+            for name in ("kind", "stage", "config", "drafter", "acceptance", "refused", "failed")
+        },
         "as_expected": outcome.as_expected,
         "named_stage": outcome.named_stage,
         "diagnosis": "; ".join(outcome.diagnosis) or None,

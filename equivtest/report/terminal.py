@@ -76,7 +76,10 @@ def kill_screen(matrix: KillMatrix) -> RenderableType:
             mark = Text("✓", style="green") if outcome.as_expected else Text("✗", style="bold red")
             cells = [Text(kill_text(outcome.kills.get(family))) for family in Family]
             table.add_row(
-                mark, Text(outcome.name), *cells, Text("refused" if outcome.refused else outcome.named_stage or "")
+                mark,
+                Text(outcome.name),
+                *cells,
+                Text("FAILED" if outcome.failed else "refused" if outcome.refused else outcome.named_stage or ""),
             )
         parts += [Text(title, style="bold"), table, Text()]
     style = "bold green" if matrix.as_expected else "bold red"

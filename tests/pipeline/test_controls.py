@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from equivtest.errors import UnknownName
-from equivtest.pipeline.control_subject import ControlsOptions
+from equivtest.pipeline.control_subject import ControlsOptions, stood
 from equivtest.pipeline.controls import EngineOptions, catalogue_lines, controls
-from equivtest.records import Family, Nature
+from equivtest.records import Family, Kill, Nature
 from equivtest.report.kill_matrix import KillMatrix, Outcome
 
 SUBSET = {
@@ -109,17 +110,38 @@ def wrap(stages):
     return dataclasses.replace(stages, verify=verify)
 
 
-FAULTS = [Fault(name="rolled", stage="verify", description="every token is the one before", wrap=wrap)]
+def stumble(stages):
+    raise IndexError("seven")
+
+
+FAULTS = [
+    Fault(name="rolled", stage="verify", description="every token is the one before", wrap=wrap),
+    Fault(name="stumbling", stage="verify", description="cannot even be planted", wrap=stumble),
+]
 """
 
 
 def test_a_fault_of_ones_own_is_measured_like_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_faults_of_a_test.py").write_text(OWN_FAULTS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    _, matrix = controls(options(tmp_path / "run", "rolled", faults_from=("own_faults_of_a_test",)))
+    own = options(tmp_path / "run", "rolled", "stumbling", faults_from=("own_faults_of_a_test",))
+    _, matrix = controls(dataclasses.replace(own, workers=1))
     assert by_name(matrix)["rolled"].killed
-    assert matrix.as_expected
+    assert by_name(matrix)["rolled"].as_expected
+    # A fault that could not be measured is not one that was found, and does not end the others.
+    assert by_name(matrix)["stumbling"].failed == "IndexError: seven"
+    assert not matrix.as_expected
     sys.modules.pop("own_faults_of_a_test")
+
+
+def test_what_must_pass_is_found_only_if_two_looks_find_it() -> None:
+    def look(*p_values: float) -> list[Kill]:
+        families = zip((Family.LAW, Family.JOINT, Family.REPLAY), p_values, strict=True)
+        return [Kill(family=family, test="t", p_value=p, num_tokens=None) for family, p in families]
+
+    twice = stood(look(1e-4, 1e-4, 0.5), look(0.2, 1e-5, 1e-6))
+    assert [kill.found for kill in twice] == [False, True, False]
+    assert [kill.p_value for kill in twice] == [0.2, 1e-5, 0.5]
 
 
 def test_an_unknown_fault_is_named_before_anything_is_run(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def test_a_matrix_that_is_as_it_must_be_says_so() -> None:
         (outcome("blamed", Nature.VARIANT, Family.LAW), "found, and must not be: blamed"),
         (outcome("blamed", Nature.CONTROL, Family.REPLAY), "found, and must not be: blamed"),
         (outcome("stuck", Nature.VARIANT, kills={}, refused="no"), "found, and must not be: stuck"),
+        (outcome("broken", Nature.FAULT, kills={}, failed="IndexError: 7"), "broken: NOT MEASURED: IndexError: 7"),
+        (outcome("broken", Nature.VARIANT, kills={}, failed="IndexError: 7"), "broken: NOT MEASURED: IndexError: 7"),
     ],
 )
 def test_one_subject_that_is_not_as_it_must_be_is_named(wrong: Outcome, line: str) -> None:
@@ -87,6 +89,14 @@ def test_one_subject_that_is_not_as_it_must_be_is_named(wrong: Outcome, line: st
     assert line in spoilt.summary
     for text in (render_html(spoilt), render_markdown(spoilt), screen(spoilt)):
         assert line in text
+
+
+def test_a_fault_too_subtle_for_the_budget_may_be_missed_and_is_named() -> None:
+    subtle = outcome("subtle", Nature.FAULT, may_be_missed=True)
+    assert matrix(*RIGHT.outcomes, subtle).as_expected
+    assert "Faults: 3 of 4 found; too subtle for this budget: subtle" in matrix(*RIGHT.outcomes, subtle).summary
+    blamed = outcome("blamed", Nature.VARIANT, Family.LAW, may_be_missed=True)
+    assert not matrix(*RIGHT.outcomes, blamed).as_expected
 
 
 def test_an_empty_matrix_has_shown_nothing() -> None:
