@@ -58,10 +58,10 @@ _ENGINE_FIELDS = ("model", "dtype", "device", "kernels", "draft_model", "early_e
 @click.option("--kernels", default="auto", show_default=True, help="Kernel backend: auto, cpp or reference.")
 @click.option("--early-exit-layers", type=int, default=None, help="Layers of the early_exit drafter.")
 @click.option("--threads", type=int, default=None, help="CPU threads; default: all cores.")
-@click.option("--batch", type=int, default=1024, show_default=True, help="Samples decoded at once.")
+@click.option("--batch", type=click.IntRange(min=1), default=1024, show_default=True, help="Samples decoded at once.")
 @click.option(
     "--workers",
-    type=int,
+    type=click.IntRange(min=1),
     default=None,
     help="Processes that sample and judge; default: one a core, one alone on a GPU.",
 )

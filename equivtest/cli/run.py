@@ -36,8 +36,8 @@ _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
     multiple=True,
     default=("topp95",),
     show_default=True,
-    help="topp95, topk50, topk20p90, greedy, minp05, penalties, logitbias, stops, or all (the first three); "
-    "may be repeated.",
+    help="topp95, topk50, topk20p90, greedy, minp05, penalties, logitbias, processing, stops, or all (the first "
+    "three); may be repeated.",
 )
 @click.option(
     "--budget",

@@ -93,7 +93,8 @@ class TokenRules:
     def of(cls, params: Sequence[SamplingParams], *, eos_token_ids: Sequence[int], vocab_size: int) -> TokenRules:
         """One request per entry of `params`. eos_token_ids: the model's end-of-text tokens.
 
-        Raises InvalidSetting for a bias or a stop token outside the vocabulary.
+        Raises InvalidSetting for a bias or a stop token outside the vocabulary, and for min_tokens where every token
+        stops the text.
         """
         kinds = list({id(p): p for p in params}.values())
         index = {id(p): kind for kind, p in enumerate(kinds)}
@@ -102,6 +103,9 @@ class TokenRules:
             [(*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)) for p in kinds],
             vocab_size,
         )
+        for kind in np.flatnonzero(stops.sizes == vocab_size):
+            if kinds[kind].min_tokens:
+                raise InvalidSetting("min_tokens", kinds[kind].min_tokens, "needs a token that does not stop the text")
         min_tokens = np.where(stops.sizes > 0, np.array([p.min_tokens for p in kinds], np.int64), 0)
         return cls(
             kind=np.array([index[id(p)] for p in params], np.int64),

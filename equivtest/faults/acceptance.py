@@ -28,7 +28,6 @@ from equivtest.kernels.contract import SpecAccept
 from equivtest.rng import Purpose
 
 _KIND = "acceptance"
-_WHOLE_SAMPLES = frozenset({Family.MARGINAL, Family.JOINT, Family.LAW})
 
 
 class InflatedAcceptance(JudgedDrafts):
@@ -88,7 +87,7 @@ def inflated_acceptance(*, epsilon: float = 0.1) -> Fault:
         stage="accept",
         kind=_KIND,
         description=f"drafts are accepted with {epsilon:g} too much probability",
-        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
+        expected=frozenset({Family.JOINT, Family.LAW, Family.SUPPORT, Family.IDENTITY}),
         wrap=lambda stages: dataclasses.replace(stages, accept=InflatedAcceptance(stages.accept, epsilon)),
     )
 
@@ -101,7 +100,9 @@ def accept_all() -> Fault:
         description="every draft is accepted",
         ids=(17,),
         reports=("transformers#28508",),
-        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.DUPLICATES, Family.IDENTITY}
+        ),
         wrap=judged("accept_all", _every_draft),
     )
 
@@ -114,7 +115,7 @@ def coin_at_zero() -> Fault:
         description="the coin that judges a draft is always 0: every draft that is possible at all is accepted",
         ids=(18,),
         reports=("vllm-ascend#13730", "vllm-ascend#13470"),
-        expected=_WHOLE_SAMPLES,
+        expected=frozenset({Family.MARGINAL, Family.JOINT, Family.LAW, Family.DUPLICATES}),
         wrap=judged("coin_at_zero", _possible_drafts),
     )
 
@@ -127,7 +128,7 @@ def coarse_coin() -> Fault:
         description=f"the coin that judges a draft has {_GRID} values, and at 0 accepts a draft that is impossible",
         ids=(19,),
         reports=("sglang#35771",),
-        expected=frozenset({Family.LAW, Family.SUPPORT}),
+        expected=frozenset({Family.LAW, Family.IDENTITY}),
         subtle=True,
         wrap=judged("coarse_coin", _coarse_coin),
     )
@@ -148,7 +149,7 @@ def stale_residual() -> Fault:
         reports=("EAGLE#47",),
         description="a rejection after an accepted draft draws from what was left over for the draft before",
         setting=Setting(drafter=SAMPLED_DRAFTER),
-        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
+        expected=frozenset({Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.IDENTITY}),
         wrap=wrap,
     )
 

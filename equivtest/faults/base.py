@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from equivtest.decoder.stages import Stages
 from equivtest.errors import InvalidSetting
 from equivtest.records import Family as Family
 from equivtest.records import Nature as Nature
+
+STAGES = (*(field.name for field in dataclasses.fields(Stages)), "streams", "none")
+"""What a fault may be in: a stage, the random streams, or nothing at all."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
@@ -45,7 +49,7 @@ class Fault:
     """Where they were reported: "vllm#9834"."""
     setting: Setting = field(default_factory=Setting)
     expected: frozenset[Family] = frozenset()
-    """What should find it at the gate budget."""
+    """What found it at the gate budget, when that was last measured on the small model."""
     subtle: bool = False
     """Too small for a smoke budget: only a matrix of the gate's size must find it."""
     changes_law: bool = True
@@ -54,6 +58,10 @@ class Fault:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):  # it names a folder
             raise InvalidSetting("fault name", self.name, "must be letters, digits, '_', '-' and '.', a letter first")
+        if self.stage not in STAGES:
+            raise InvalidSetting(f"stage of fault {self.name}", self.stage, f"must be one of {', '.join(STAGES)}")
+        if not isinstance(self.nature, Nature):
+            raise InvalidSetting(f"nature of fault {self.name}", self.nature, "must be a Nature")
 
     def __call__(self, stages: Stages) -> Stages:
         return self.wrap(stages)

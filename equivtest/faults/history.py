@@ -14,8 +14,6 @@ from equivtest.decoder.token_rules import TokenRules
 from equivtest.faults.base import Family, Fault, Setting
 from equivtest.faults.wrappers import Rows, draft_rows, rows_with_drafts
 
-_WHOLE_SAMPLES = frozenset({Family.MARGINAL, Family.JOINT, Family.LAW})
-
 
 class OtherProcessing:
     """Processes some rows by other rules, or by another text before them, and the rest as they should be."""
@@ -80,8 +78,10 @@ def processing_skipped() -> Fault:
         reports=("sglang#22049",),
         description="penalties, logit bias and min_tokens are ignored wherever drafts are verified",
         wrap=process_otherwise(_no_rules, rows_with_drafts),
-        setting=Setting(config="penalties"),
-        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
+        setting=Setting(config="processing"),
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.IDENTITY, Family.LOGPROBS}
+        ),
     )
 
 
@@ -95,7 +95,9 @@ def penalties_skipped() -> Fault:
         description="repetition, frequency and presence penalties are ignored wherever drafts are verified",
         wrap=process_otherwise(_no_penalties, rows_with_drafts),
         setting=Setting(config="penalties"),
-        expected=_WHOLE_SAMPLES | {Family.SUPPORT},
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.IDENTITY, Family.LOGPROBS}
+        ),
     )
 
 
@@ -109,7 +111,7 @@ def frequency_skips_drafts() -> Fault:
         description="the frequency penalty has no effect where a draft is judged",
         wrap=process_otherwise(_no_frequency, draft_rows),
         setting=Setting(config="penalties"),
-        expected=frozenset({Family.LAW}),
+        expected=frozenset({Family.LAW, Family.SUPPORT, Family.IDENTITY, Family.LOGPROBS}),
     )
 
 
@@ -123,7 +125,7 @@ def stale_history() -> Fault:
         description="penalties do not count the drafts of the block that come before the token they are for",
         wrap=process_otherwise(_no_drafts, rows_with_drafts),
         setting=Setting(config="penalties"),
-        expected=frozenset({Family.LAW}),
+        expected=frozenset({Family.SUPPORT, Family.LOGPROBS}),
     )
 
 

@@ -85,7 +85,7 @@ def argmax_draft() -> Fault:
         description="drafts are the drafter's likeliest tokens, but are judged as if they had been sampled",
         ids=(12,),
         reports=("transformers#32867", "transformers#33534"),
-        expected=frozenset({Family.MARGINAL, Family.JOINT, Family.LAW, Family.REPLAY}),
+        expected=frozenset({Family.MARGINAL, Family.JOINT, Family.LAW, Family.DUPLICATES, Family.DRAFTS}),
     )
 
 
@@ -97,7 +97,7 @@ def raw_q_in_ratio() -> Fault:
         description="drafts are drawn from the filtered law, but are judged by the drafter's law without filters",
         ids=(13,),
         reports=("transformers#47932",),
-        expected=frozenset({Family.LAW, Family.REPLAY}),
+        expected=frozenset({Family.LAW, Family.DRAFTS}),
         config="topk20p90",
     )
 
@@ -110,7 +110,7 @@ def draft_rounded_to_bf16() -> Fault:
         description="drafts are drawn from probabilities in bfloat16, but are judged by those in float32",
         ids=(14,),
         reports=("DeepSpec#31",),
-        expected=frozenset({Family.REPLAY}),
+        expected=frozenset({Family.DRAFTS}),
     )
 
 
@@ -122,7 +122,7 @@ def likeliest_of_two() -> Fault:
         description="each draft is the likelier of two, as a beam picks it, but is judged as if one had been sampled",
         ids=(15,),
         reports=("ml-recurrent-drafter#6",),
-        expected=frozenset({Family.MARGINAL, Family.JOINT, Family.LAW, Family.REPLAY}),
+        expected=frozenset({Family.MARGINAL, Family.JOINT, Family.LAW, Family.DRAFTS}),
     )
 
 

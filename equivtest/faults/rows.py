@@ -117,7 +117,17 @@ def shifted_rows() -> Fault:
         reports=("transformers#28166",),
         description="each draft but the first is judged by the law of the place before its own",
         wrap=lambda stages: dataclasses.replace(stages, verify=ShiftedRows(stages.verify)),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT}),
+        expected=frozenset(
+            {
+                Family.MARGINAL,
+                Family.JOINT,
+                Family.LAW,
+                Family.SUPPORT,
+                Family.DUPLICATES,
+                Family.IDENTITY,
+                Family.LOGPROBS,
+            }
+        ),
     )
 
 
@@ -132,7 +142,7 @@ def permuted_rows() -> Fault:
         description="requests with few and with many drafts get each other's laws",
         wrap=lambda stages: dataclasses.replace(stages, verify=PermutedRows(stages.verify)),
         setting=Setting(drafter="ngram"),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT, Family.REPLAY}),
+        expected=frozenset({Family.MARGINAL, Family.LAW, Family.SUPPORT, Family.REPLAY, Family.IDENTITY}),
     )
 
 
@@ -156,7 +166,7 @@ def stale_q() -> Fault:
         description="from the third row of the batch on, drafts are judged against the draft law of the step before",
         wrap=wrap,
         setting=Setting(drafter=SAMPLED_DRAFTER),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.REPLAY}),
+        expected=frozenset({Family.LAW, Family.DRAFTS}),
     )
 
 
@@ -169,7 +179,9 @@ def slice_offset() -> Fault:
         reports=("TensorRT-LLM#15098",),
         description="the logits of a draft block are read one row too far, into the next request",
         wrap=lambda stages: dataclasses.replace(stages, verify=SliceOffset(stages.verify)),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT, Family.REPLAY}),
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.IDENTITY, Family.LOGPROBS}
+        ),
     )
 
 
@@ -182,7 +194,9 @@ def one_too_many() -> Fault:
         reports=("flashinfer#879",),
         description="after a rejection the count is one too high, and the rejected draft is put out",
         wrap=lambda stages: dataclasses.replace(stages, accept=OneTooMany(stages.accept)),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT}),
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.DUPLICATES, Family.IDENTITY}
+        ),
     )
 
 

@@ -139,7 +139,9 @@ def rejected_kv_kept() -> Fault:
         reports=("mlx-lm#1423", "mlx-lm#1427"),
         description="keys and values of a rejected draft stay in the cache in place of the recovered token's",
         wrap=lambda stages: dataclasses.replace(stages, forward=RejectedKvKept(stages.forward)),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT}),
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.IDENTITY, Family.LOGPROBS}
+        ),
     )
 
 
@@ -153,7 +155,9 @@ def counts_permuted() -> Fault:
         reports=("vllm#53919",),
         description="each request commits as many drafts as its neighbour in the batch has kept",
         wrap=lambda stages: dataclasses.replace(stages, commit=CountsPermuted(stages.commit)),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT, Family.REPLAY}),
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.REPLAY, Family.IDENTITY, Family.LOGPROBS}
+        ),
     )
 
 
@@ -167,7 +171,7 @@ def contiguous_slots() -> Fault:
         reports=("TGI#2711",),
         description="a request with a shared prompt reads on in the pages of the first request that shares it",
         wrap=lambda stages: dataclasses.replace(stages, forward=ContiguousSlots(stages.forward)),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT, Family.REPLAY}),
+        expected=frozenset({Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.REPLAY, Family.LOGPROBS}),
     )
 
 
@@ -180,7 +184,9 @@ def short_mask() -> Fault:
         reports=("sglang#40214",),
         description="the verification forward masks without the drafts, so that rows miss their newest tokens",
         wrap=lambda stages: dataclasses.replace(stages, forward=ShortMask(stages.forward)),
-        expected=frozenset({Family.LAW, Family.MARGINAL, Family.JOINT, Family.SUPPORT}),
+        expected=frozenset(
+            {Family.MARGINAL, Family.JOINT, Family.LAW, Family.SUPPORT, Family.IDENTITY, Family.LOGPROBS}
+        ),
     )
 
 

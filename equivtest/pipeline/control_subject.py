@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from equivtest.engines.base import Engine, EngineOptions
-from equivtest.errors import KernelError, SampleError, UnknownName
+from equivtest.errors import InvalidSetting, KernelError, SampleError, UnknownName
 from equivtest.faults import catalogue, load_faults
 from equivtest.faults.base import Fault, Setting
 from equivtest.pipeline.alternatives import alternative_evidence
@@ -19,6 +20,7 @@ from equivtest.pipeline.live_evidence import ALTERNATIVES_FILE, IDENTITY_FILE, k
 from equivtest.pipeline.one_arm import gather, large_batches, shards_of
 from equivtest.pipeline.progress import Silent
 from equivtest.protocol.budgets import Budget
+from equivtest.protocol.configs import resolve_configs
 from equivtest.protocol.plan import Protocol
 from equivtest.records import KILL_LEVEL, Arm, Evidence, Kill, Nature
 from equivtest.report.kill_matrix import Outcome
@@ -114,7 +116,7 @@ class Bench:
         return dataclasses.replace(outcome, may_be_missed=fault.subtle and self.options.budget == SMOKE.name)
 
     def _look(self, fault: Fault, plain_law: tuple[Evidence, ...], again: str = "") -> Outcome:
-        config, folder = fault.setting.config, self.run_dir / f"{fault.name}{again}"
+        config, folder = fault.setting.config, self.run_dir / "subjects" / f"{fault.name}{again}"
         protocol, engine = self._own(config, folder.name), self._engine(fault.setting)
         batches = list(large_batches(shards_of(protocol, Arm.BIASED, config), self.options.batch))
         gather(folder, protocol, engine, batches, Silent(), fault.name, fault=fault)
@@ -170,8 +172,14 @@ def chosen(only: Sequence[str], faults_from: Sequence[str]) -> tuple[Fault, ...]
         if name not in names:
             raise UnknownName("fault", name, names)
     faults = [fault for fault in known if not only or fault.name in only]
+    for config in dict.fromkeys(fault.setting.config for fault in faults):
+        resolve_configs((config,))
     settings = dict.fromkeys(fault.setting for fault in faults)
-    return (*map(correct, settings), *faults)
+    subjects = (*map(correct, settings), *faults)
+    twice = [name for name, count in Counter(one.name for one in subjects).items() if count > 1]
+    if twice:
+        raise InvalidSetting("fault", twice[0], "is the name of two subjects; each needs its own")
+    return subjects
 
 
 def correct(setting: Setting) -> Fault:

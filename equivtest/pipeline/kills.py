@@ -36,7 +36,7 @@ _FAMILY_OF = {
     "duplicates": Family.DUPLICATES,
     "logprobs": Family.LOGPROBS,
     "replay": Family.REPLAY,
-    "drafts": Family.REPLAY,
+    "drafts": Family.DRAFTS,
     "greedy": Family.IDENTITY,
 }
 """Family of the tests that have one of their own; the others of the law are Family.LAW."""

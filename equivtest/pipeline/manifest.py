@@ -170,11 +170,12 @@ def describe_code() -> dict[str, Any]:
     for path in sorted([*root.rglob("*.py"), *(p for p in resource_dir("kernels_ext").rglob("*") if p.is_file())]):
         if "__pycache__" not in path.parts:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
     return {
         "version": equivtest.__version__,
         "source_sha256": digest.hexdigest(),
         "git_commit": _git(root, "rev-parse", "HEAD"),
-        "git_dirty": bool(_git(root, "status", "--porcelain", "--untracked-files=no")),
+        "git_dirty": None if dirty is None else bool(dirty),
     }
 
 

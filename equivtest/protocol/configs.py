@@ -22,6 +22,16 @@ CONFIGS: Mapping[str, SamplingParams] = {
         top_p=0.95,
         logit_bias=tuple((i, -100.0 if i % 4 == 1 else 1.0) for i in range(1024) if i % 4 in (1, 2)),
     ),
+    "processing": SamplingParams(
+        temperature=0.8,
+        top_p=0.95,
+        repetition_penalty=1.2,
+        frequency_penalty=0.6,
+        presence_penalty=0.4,
+        logit_bias=tuple((i, -100.0) for i in range(1, 1024, 4)),
+        stop_token_ids=tuple(range(6, 1024, 16)),
+        min_tokens=4,
+    ),
     "stops": SamplingParams(
         temperature=0.8, top_p=0.95, stop_token_ids=tuple(range(5, 1024, 16)), ignore_eos=False, min_tokens=4
     ),

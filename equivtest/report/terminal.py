@@ -29,6 +29,7 @@ _SHORT: Mapping[Family, str] = {
     Family.SUPPORT: "supp",
     Family.DUPLICATES: "dupl",
     Family.REPLAY: "repl",
+    Family.DRAFTS: "drft",
     Family.IDENTITY: "iden",
     Family.LOGPROBS: "logp",
 }

@@ -70,7 +70,7 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
     [
         (
             ("run", "--config", "topk51"),
-            "known: all, greedy, logitbias, minp05, penalties, stops, topk20p90, topk50, topp95",
+            "known: all, greedy, logitbias, minp05, penalties, processing, stops, topk20p90, topk50, topp95",
         ),
         (("run", "--budget", "huge"), "known: audit, gate, smoke"),
         (("run", "--prompts", "nothing"), "known: default"),

@@ -89,7 +89,7 @@ def test_everything_is_written(made: tuple[Path, KillMatrix]) -> None:
 
 def test_what_a_folder_holds_is_not_made_twice(made: tuple[Path, KillMatrix]) -> None:
     folder, _ = made
-    samples = sorted(folder.glob("seed_ignored/samples/**/*.parquet"))
+    samples = sorted(folder.glob("subjects/seed_ignored/samples/**/*.parquet"))
     before = [path.stat().st_mtime_ns for path in samples]
     _, again = controls(options(folder, "seed_ignored"))
     assert [path.stat().st_mtime_ns for path in samples] == before
