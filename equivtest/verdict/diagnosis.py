@@ -303,7 +303,8 @@ def _shared_rows(lines: _Lines) -> Said | None:
 
 
 def _equal_samples(lines: _Lines) -> Said | None:
-    if not lines.matching("duplicates") or not lines.laws_vary:  # greedy texts repeat, right or wrong
+    # Greedy texts repeat, right or wrong; and seeds that collide leave the law that is reported right.
+    if not lines.matching("duplicates") or not lines.laws_vary or lines.matching("logprobs"):
         return None
     a_sample = duplicates_per_sample(lines.by_name["duplicates"])
     # Where drafts are kept much too often samples repeat, too.

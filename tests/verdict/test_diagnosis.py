@@ -291,3 +291,12 @@ def test_repeats_speak_where_the_law_holds() -> None:
 
 def stages_of(told: tuple[diagnosis.Diagnosis, ...]) -> list[str]:
     return [one.stage for one in told]
+
+
+def test_texts_that_repeat_under_a_wrong_law_are_not_blamed_on_seeds() -> None:
+    repeated = dataclasses.replace(
+        line("duplicates", 400.0, 0.0, estimate=390.0),
+        method="pairs of equal samples among the 500 of 512 whose text is rare",
+    )
+    assert first(repeated, MILD, LOGPROBS_RIGHT) == "streams"
+    assert first(repeated, HOT, LOGPROBS_WRONG, alternatives=[another("greedy")]) == "verify"
