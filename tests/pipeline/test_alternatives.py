@@ -20,7 +20,7 @@ from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Arm, Evidence, SamplingParams
 from equivtest.verdict.diagnosis import diagnose
 
-SMALL = Budget(name="smoke", num_prompts=4, num_positions=16, num_seeds=64, epsilon=0.1)
+SMALL = Budget(name="smoke", num_prompts=4, num_positions=16, num_seeds=32, epsilon=0.1)
 
 
 @pytest.fixture(scope="module")
