@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -132,6 +132,9 @@ _CONFIGS = {
     "greedy": GREEDY,
     "penalties": PROCESSED["penalties"],
     "logitbias": SamplingParams(temperature=0.8, top_p=0.95, logit_bias=_BIAS),
+    "processing": replace(
+        PROCESSED["penalties"], logit_bias=_BIAS, stop_token_ids=tuple(range(3, 97, 16)), min_tokens=3
+    ),
     "stops": SamplingParams(temperature=0.8, top_p=0.95, stop_token_ids=tuple(range(1, 97, 4)), min_tokens=3),
 }
 
