@@ -25,7 +25,7 @@ class Setting:
     config: str = "topp95"
     """Sampling configuration."""
     drafter: str = "early_exit"
-    """early_exit and ngram propose sure drafts, `model` samples them from a law q."""
+    """early_exit and ngram propose sure drafts; sampled_exit and model sample them from a law q."""
     acceptance: str = "chain"
     draft_len: int = 3
 
@@ -52,6 +52,8 @@ class Fault:
     """What found it at the gate budget, when that was last measured on the small model."""
     subtle: bool = False
     """Too small for a smoke budget: only a matrix of the gate's size must find it."""
+    source_sha256: str = ""
+    """Of the module that it was loaded from; empty for this package's, whose own hash a run records."""
     changes_law: bool = True
     """Whether tokens come from another law; if not, only replay or reports are wrong."""
 

@@ -8,12 +8,17 @@ names a module whose FAULTS is an iterable of faults, or of functions that retur
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -96,7 +101,8 @@ def catalogue(extra: Iterable[Fault] = ()) -> tuple[Fault, ...]:
 
     Raises InvalidSetting for a name that comes twice, or for an entry point that cannot be loaded, which it names.
     """
-    brought = [fault for point in entry_points(group=ENTRY_POINTS) for fault in _loaded(point.name, point.load)]
+    points = entry_points(group=ENTRY_POINTS)
+    brought = [fault for point in points for fault in _loaded(point.name, point.module, point.load)]
     faults = (*(factory() for module in _MODULES for factory in module.FAULTS), *brought, *extra)
     twice = [name for name, count in Counter(fault.name for fault in faults).items() if count > 1]
     if twice:
@@ -117,11 +123,11 @@ def load_faults(source: str) -> tuple[Fault, ...]:
             found = getattr(found, name)
         return found
 
-    return _loaded(source, load)
+    return _loaded(source, module, load)
 
 
-def _loaded(name: str, load: Callable[[], Any]) -> tuple[Fault, ...]:
-    """The faults of what `load` returns: a module with FAULTS, or what such a tuple holds."""
+def _loaded(name: str, module: str, load: Callable[[], Any]) -> tuple[Fault, ...]:
+    """The faults of what `load` returns: a module with FAULTS, or what such a tuple holds; with the module's hash."""
     try:
         found = load()
         listed = found.FAULTS if isinstance(found, ModuleType) else found
@@ -132,4 +138,6 @@ def _loaded(name: str, load: Callable[[], Any]) -> tuple[Fault, ...]:
     for fault in made:
         if not isinstance(fault, Fault):
             raise InvalidSetting("faults from", name, f"must be faults or functions that return one, not {fault!r}")
-    return made
+    file = getattr(sys.modules[module], "__file__", None)
+    source = sha256(Path(file).read_bytes()).hexdigest() if file else f"no file, process {os.getpid()}"
+    return tuple(dataclasses.replace(fault, source_sha256=source) for fault in made)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from hashlib import sha256
 from pathlib import Path
 
 from equivtest.engines.base import Engine
@@ -35,22 +32,15 @@ def gather(
     from equivtest.pipeline.collect import collect
     from equivtest.pipeline.score import score
 
-    manifest = new_manifest(protocol, engine, {} if fault is None else {"fault": described(fault)})
+    # A folder of its samples is not continued after a fault has changed.
+    fields = ("name", "setting", "source_sha256")
+    options = {} if fault is None else {field: str(getattr(fault, field)) for field in fields}
+    manifest = new_manifest(protocol, engine, options)
     manifest = (resumed if (folder / FILE_NAME).exists() else written)(folder, manifest)
     manifest = collect(folder, protocol, manifest, engine, batches, listener, f"collecting {name}", planted=fault)
     if scored:
         manifest = score(folder, protocol, manifest, engine, batches, listener, f"scoring {name}")
     manifest.with_status(Status.COMPLETE).write(folder)
-
-
-def described(fault: Fault) -> dict[str, str]:
-    """What makes a fault another one: a folder of its samples is not continued after its source has changed."""
-    module = inspect.getmodule(fault.wrap)
-    try:
-        source = inspect.getsource(module) if module else ""
-    except OSError:  # typed in, and nowhere to be read
-        source = f"unknown at {time.time_ns()}"
-    return {"name": fault.name, "setting": str(fault.setting), "source_sha256": sha256(source.encode()).hexdigest()}
 
 
 def shards_of(protocol: Protocol, arm: Arm, config: str, run: int = 0) -> Batch:
