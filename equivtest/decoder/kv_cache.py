@@ -116,9 +116,7 @@ class PagedKVCache:
         outside = (positions < 0) | (positions >= self.lengths(sequences))
         if outside.any():
             raise InvalidSetting("position", int(positions[outside][0]), "is not in the sequence")
-        pages = self._table[sequences, positions // self.page_size].astype(np.int64)
-        slots: IntArray = pages * self.page_size + positions % self.page_size
-        return slots
+        return self._slots(sequences, positions)
 
     def extend(self, sequences: IntArray, num_new: IntArray) -> RaggedBatch:
         """Make room for `num_new[b]` more tokens of each sequence and say where their rows go.
@@ -203,6 +201,11 @@ class PagedKVCache:
         self._free_pages[self._num_free_pages : self._num_free_pages + len(freed)] = freed
         self._num_free_pages += len(freed)
 
+    def _slots(self, sequences: IntArray, positions: IntArray) -> IntArray:
+        pages = self._table[sequences, positions // self.page_size].astype(np.int64)
+        slots: IntArray = pages * self.page_size + positions % self.page_size
+        return slots
+
     def _batch(self, sequences: IntArray, old: IntArray, num_new: IntArray) -> RaggedBatch:
         new = old + num_new
         rows, offsets = _ragged_arange(num_new)
@@ -212,7 +215,7 @@ class PagedKVCache:
             page_table=self._tensor(self._table[sequences, :columns]),
             kv_lens=self._tensor(new.astype(np.int32)),
             query_start=self._tensor(np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)),
-            slots=self._tensor(self.slots(sequences[rows], positions)),
+            slots=self._tensor(self._slots(sequences[rows], positions)),
             positions=self._tensor(positions),
         )
 

@@ -109,9 +109,8 @@ class DraftColumns(NamedTuple):
     q_variance: Floats
 
     @classmethod
-    def of_sure_drafts(cls, law: SparseLaw, token_ids: Int64Array, draft_ids: Int64Array) -> DraftColumns:
-        """q a point mass at the draft; 0 where there is none (-1)."""
-        p_draft = law.at(draft_ids)
+    def of_sure_drafts(cls, p_draft: Floats, token_ids: Int64Array, draft_ids: Int64Array) -> DraftColumns:
+        """q a point mass at the draft, whose probability is p_draft; 0 where there is none (-1)."""
         return cls((token_ids == draft_ids).astype(np.float64), p_draft, p_draft * (1 - p_draft))
 
 
@@ -119,6 +118,7 @@ def law_columns(
     law: SparseLaw,
     token_ids: Int64Array,  # [num_rows]
     draft_ids: Int64Array,  # [num_rows], -1 for none
+    p_draft: Floats,  # [num_rows], law.at(draft_ids)
     drafts: DraftColumns,
     coins: tuple[Floats, Floats],  # [num_rows] each
 ) -> dict[str, np.ndarray]:
@@ -128,7 +128,7 @@ def law_columns(
     return {
         "p_token": p_token,
         "has_draft": draft_ids >= 0,
-        "p_draft": law.at(draft_ids),
+        "p_draft": p_draft,
         "q_token": drafts.q_token,
         "q_mean": np.minimum(drafts.q_mean, 1.0),
         "q_variance": np.maximum(drafts.q_variance, 0.0),

@@ -87,6 +87,13 @@ class Reading(NamedTuple):
 RIGHT = Reading()
 
 
+class Law(NamedTuple):
+    """One law to hold tokens against."""
+
+    params: SamplingParams
+    reading: Reading = RIGHT
+
+
 class Scorer:
     """Scores samples in batches of bounded memory. A sample's columns do not depend on its batch-mates, but for
     rounding of the forward. Not for use from two threads."""
@@ -119,115 +126,130 @@ class Scorer:
         self._probs = torch.empty(self.max_law_rows, vocab_size, dtype=dtype, device=device)
         self._draft_probs = None if draft_model is None else torch.empty_like(self._probs)
 
-    @torch.inference_mode()
-    def score(
-        self,
-        samples: FinishedSamples,
-        *,
-        on_tokens: Callable[[int], None] | None = None,
-        reading: Reading = RIGHT,
-    ) -> LawColumns:
+    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
         """The law columns of the samples, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens.
-
-        With a `reading` of another row, tokens that have no such row are held against their own.
 
         Raises UnsupportedSampling when the backend cannot represent the parameters, InvalidSetting for token ids
         outside the vocabulary (those of the parameters too) or a text longer than the model's context.
         """
-        check_params_supported(self.backend, samples.params, seeded=False)
+        return self.score_as(samples, [Law(samples.params)], on_tokens=on_tokens)[0]
+
+    @torch.inference_mode()
+    def score_as(
+        self, samples: FinishedSamples, laws: Sequence[Law], *, on_tokens: Callable[[int], None] | None = None
+    ) -> list[LawColumns]:
+        """What several laws say of the same samples, with one forward: law columns as of `score`, one for each.
+
+        Texts end where the samples' own parameters end them. With a `Reading` of another row, tokens that have no such
+        row are held against their own. Raises what `score` does.
+        """
         vocab_size = self.model.config.vocab_size
+        for law in laws:
+            check_params_supported(self.backend, law.params, seeded=False)
         for name, low in (("prompt_token_ids", 0), ("token_ids", 0), ("draft_token_ids", -1)):
             ids = np.asarray(getattr(samples, name))
             if ids.min() < low or ids.max() >= vocab_size:
                 raise InvalidSetting(name, (int(ids.min()), int(ids.max())), f"must be in {low}..{vocab_size - 1}")
-        rules = TokenRules.of([samples.params], eos_token_ids=self.eos_token_ids, vocab_size=vocab_size)
+        own, *rules = (self._rules(params) for params in (samples.params, *(law.params for law in laws)))
         num_samples, num_positions = samples.token_ids.shape
         batch = max(1, self.max_forward_rows // num_positions)
         order = lexicographic(samples.token_ids)
-        parts = []
+        parts: list[list[LawColumns]] = []
         for start in range(0, num_samples, batch):
             part = samples.take(order[start : start + batch])
-            parts.append(self._score_batch(part, rules, reading))
+            lengths = _lengths(part.token_ids, own)
+            parts.append(self._score_batch(part, lengths, list(zip(laws, rules, strict=True))))
             if on_tokens is not None:
                 on_tokens(part.token_ids.size)
         back = np.argsort(order)
-        return LawColumns(
-            **{
-                field.name: np.concatenate([getattr(part, field.name) for part in parts])[back]
-                for field in dataclasses.fields(LawColumns)
-            }
-        )
+        return [
+            LawColumns(
+                **{
+                    field.name: np.concatenate([getattr(part, field.name) for part in of_law])[back]
+                    for field in dataclasses.fields(LawColumns)
+                }
+            )
+            for of_law in zip(*parts, strict=True)
+        ]
 
-    def _score_batch(self, samples: FinishedSamples, rules: TokenRules, reading: Reading) -> LawColumns:
+    def _rules(self, params: SamplingParams) -> TokenRules:
+        return TokenRules.of([params], eos_token_ids=self.eos_token_ids, vocab_size=self.model.config.vocab_size)
+
+    def _score_batch(
+        self, samples: FinishedSamples, lengths: Int64Array, laws: Sequence[tuple[Law, TokenRules]]
+    ) -> list[LawColumns]:
         shape = samples.token_ids.shape
-        lengths = _lengths(samples.token_ids, rules)
         prefixes = SharedPrefixes.of(samples.token_ids, lengths)
         hidden = self._target.hidden(samples, prefixes)
         draft_hidden = None if self._drafter is None else self._drafter.hidden(samples, prefixes)
-        before = _texts(samples, prefixes, reading.history_lag)
+        nodes = [_shifted(prefixes.node, law.reading.row).ravel() for law, _ in laws]
+        before = [_texts(samples, prefixes, law.reading.history_lag) for law, _ in laws]
         token_ids, draft_ids = samples.token_ids.ravel(), samples.draft_token_ids.ravel()
-        node = _shifted(prefixes.node, reading.row).ravel()
         positions = np.arange(shape[1])
         coins = [
             uniforms(samples.stream_keys[:, None], positions, Purpose.SCORE, draw=draw).ravel() for draw in range(2)
         ]
-        columns: dict[str, np.ndarray] = {}
+        columns: list[dict[str, np.ndarray]] = [{} for _ in laws]
 
-        def put(rows: Int64Array, part: Mapping[str, np.ndarray]) -> None:
+        def put(index: int, rows: Int64Array, part: Mapping[str, np.ndarray]) -> None:
             for name, values in part.items():
-                columns.setdefault(name, np.empty(len(token_ids), values.dtype))[rows] = values
+                columns[index].setdefault(name, np.empty(len(token_ids), values.dtype))[rows] = values
 
         for start in range(0, len(hidden), self.max_law_rows):
             stop = min(start + self.max_law_rows, len(hidden))
-            rows = np.flatnonzero((node >= start) & (node < stop))
-            part = self._law_columns(
-                hidden[start:stop],
-                None if draft_hidden is None else draft_hidden[start:stop],
-                before.part(start, stop),
-                node[rows] - start,
-                token_ids[rows],
-                draft_ids[rows],
-                samples.params,
-                rules,
-                (coins[0][rows], coins[1][rows]),
-                softmax=reading.softmax,
-            )
-            put(rows, part)
-        ended = np.flatnonzero(node < 0)
+            raw = self.model.logits(hidden[start:stop])
+            for index, (law, rules) in enumerate(laws):
+                rows = np.flatnonzero((nodes[index] >= start) & (nodes[index] < stop))
+                part = self._law_columns(
+                    raw,
+                    None if draft_hidden is None else draft_hidden[start:stop],
+                    before[index].part(start, stop),
+                    nodes[index][rows] - start,
+                    token_ids[rows],
+                    draft_ids[rows],
+                    law,
+                    rules,
+                    (coins[0][rows], coins[1][rows]),
+                )
+                put(index, rows, part)
+        ended = np.flatnonzero(prefixes.node.ravel() < 0)
         if len(ended):
             # What a drafter's law would have been there is of no interest: no draft is offered to a text that ended.
-            last = samples.token_ids[ended // shape[1], lengths[ended // shape[1]] - 1]
-            law = SparseLaw.certain(last)
-            drafts = DraftColumns.of_sure_drafts(law, token_ids[ended], draft_ids[ended])
-            put(ended, law_columns(law, token_ids[ended], draft_ids[ended], drafts, (coins[0][ended], coins[1][ended])))
-        return LawColumns(**{name: values.reshape(shape) for name, values in columns.items()})
+            certain = SparseLaw.certain(samples.token_ids[ended // shape[1], lengths[ended // shape[1]] - 1])
+            p_draft = certain.at(draft_ids[ended])
+            drafts = DraftColumns.of_sure_drafts(p_draft, token_ids[ended], draft_ids[ended])
+            part = law_columns(
+                certain, token_ids[ended], draft_ids[ended], p_draft, drafts, (coins[0][ended], coins[1][ended])
+            )
+            for index in range(len(laws)):
+                put(index, ended, part)
+        return [LawColumns(**{name: values.reshape(shape) for name, values in own.items()}) for own in columns]
 
     def _law_columns(
         self,
-        hidden: Tensor,  # [num_nodes, hidden_size]
+        raw: Tensor,  # [num_nodes, vocab_size], the model's logits
         draft_hidden: Tensor | None,  # [num_nodes, the draft model's hidden_size]
         before: RowTexts,  # [num_nodes]
-        node: Int64Array,  # [n], the row of `hidden` that predicts each token
+        node: Int64Array,  # [n], the row of `raw` that predicts each token
         token_ids: Int64Array,  # [n]
         draft_ids: Int64Array,  # [n], -1 for none
-        params: SamplingParams,
+        law: Law,
         rules: TokenRules,
         coins: tuple[Floats, Floats],  # [n] each
-        *,
-        softmax: bool,
     ) -> dict[str, np.ndarray]:
-        raw = self.model.logits(hidden)
+        params = law.params
         logits = process_logits(raw, rules, before)
-        probs = self._law(logits, params, self._probs) if softmax else logits.float().clamp(min=0)
-        law = SparseLaw.of(probs).take(node)
+        probs = self._law(logits, params, self._probs) if law.reading.softmax else _as_probs(logits)
+        sparse = SparseLaw.of(probs).take(node)
+        p_draft = sparse.at(draft_ids)
         if draft_hidden is None or self._drafter is None or self._draft_probs is None:
-            drafts = DraftColumns.of_sure_drafts(law, token_ids, draft_ids)
+            drafts = DraftColumns.of_sure_drafts(p_draft, token_ids, draft_ids)
         else:
             q = self._law(self._drafter.model.logits(draft_hidden), params, self._draft_probs)
             has_draft = draft_ids >= 0
             q_token = np.where(has_draft, SparseLaw.of(q).take(node).at(token_ids), 0.0)
-            drafts = DraftColumns(q_token, *law.moments(q, np.where(has_draft, node, -1)))
-        columns = law_columns(law, token_ids, draft_ids, drafts, coins)
+            drafts = DraftColumns(q_token, *sparse.moments(q, np.where(has_draft, node, -1)))
+        columns = law_columns(sparse, token_ids, draft_ids, p_draft, drafts, coins)
         off = np.flatnonzero(columns["support_violation"])
         if len(off):
             at = torch.from_numpy(node[off]).to(logits.device)
@@ -238,6 +260,14 @@ class Scorer:
     def _law(self, logits: Tensor, params: SamplingParams, out: Tensor) -> Tensor:
         row_params = RowParams.of([params] * len(logits), logits.device)
         return self.backend.verify_probs(logits, row_params, out=out[: len(logits)])
+
+
+def _as_probs(logits: Tensor) -> Tensor:
+    """Logits taken for probabilities that nobody normalised, float32: negative ones count as 0, and where no other is
+    left the largest has all."""
+    probs = logits.float().clamp(min=0)
+    best = torch.zeros_like(probs).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
+    return torch.where(probs.sum(dim=1, keepdim=True) > 0, probs, best)
 
 
 def _lengths(token_ids: Int64Array, rules: TokenRules) -> Int64Array:

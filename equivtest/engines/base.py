@@ -10,7 +10,7 @@ from equivtest.errors import InvalidSetting
 from equivtest.records import Generation, LawColumns, Request
 
 if TYPE_CHECKING:
-    from equivtest.decoder.scorer import FinishedSamples, Reading
+    from equivtest.decoder.scorer import FinishedSamples, Law
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: each message has a role and a content."""
@@ -72,11 +72,12 @@ DEVICES = ("cpu", "cuda")
 class LawScorer(Protocol):
     """Says what the target's law says of every token of finished samples."""
 
-    def score(
-        self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None, reading: Reading = ...
-    ) -> LawColumns:
-        """The law columns, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens; `reading` says
-        which rows and history the laws are taken from, by default the right ones."""
+    def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
+        """The law columns, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens."""
+        ...
+
+    def score_as(self, samples: FinishedSamples, laws: Sequence[Law]) -> list[LawColumns]:
+        """What other laws than the samples' own say of them."""
         ...
 
 

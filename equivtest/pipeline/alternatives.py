@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from equivtest.decoder.scorer import RIGHT, FinishedSamples, Reading
+from equivtest.decoder.scorer import FinishedSamples, Law, Reading
 from equivtest.engines.base import Engine
 from equivtest.errors import InsufficientSamples
 from equivtest.protocol.configs import CONFIGS
@@ -29,15 +29,7 @@ from equivtest.stats.alternatives import likelihood_gain
 NUM_TOKENS = 2048
 """Tokens of a config that are looked at."""
 
-_COLUMNS = ("seed", "token_id", "draft_token_id", "slot", "num_draft", "origin")
-
-
-class Alternative(NamedTuple):
-    """What a decoder may have done instead. The verdict room has the words for it."""
-
-    name: str
-    params: SamplingParams
-    reading: Reading = RIGHT
+_COLUMNS = ("token_id", "draft_token_id", "slot", "num_draft")
 
 
 class _Samples(NamedTuple):
@@ -47,9 +39,10 @@ class _Samples(NamedTuple):
     ended: npt.NDArray[np.bool_]
 
 
-def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[Alternative]:
-    """The law itself, then every alternative that is another law for these parameters, the narrowest name first."""
-    yield Alternative("the law", params)
+def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[tuple[str, Law]]:
+    """The law itself, then what a decoder may have followed instead, as far as it is another law for these parameters;
+    the narrowest name first. The verdict room has the words for the names."""
+    yield "the law", Law(params)
     twists: dict[str, dict[str, object]] = {
         "raw": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
         "no_temperature": {"temperature": 1.0},
@@ -72,13 +65,13 @@ def alternatives_of(params: SamplingParams, max_draft: int) -> Iterator[Alternat
         twisted = dataclasses.replace(params, **changes)  # type: ignore[arg-type]
         if twisted not in seen and not (params.greedy and name in ("raw", "no_temperature")):
             seen.add(twisted)
-            yield Alternative(name, twisted)
-    yield Alternative("logits_as_probs", params, Reading(softmax=False))
-    yield Alternative("row_before", params, Reading(row=-1))
-    yield Alternative("row_after", params, Reading(row=1))
+            yield name, Law(twisted)
+    yield "logits_as_probs", Law(params, Reading(softmax=False))
+    yield "row_before", Law(params, Reading(row=-1))
+    yield "row_after", Law(params, Reading(row=1))
     if params.penalised:
         for lag in range(1, max_draft + 1):
-            yield Alternative(f"stale_history_{lag}", params, Reading(history_lag=lag))
+            yield f"stale_history_{lag}", Law(params, Reading(history_lag=lag))
 
 
 _NO_PENALTIES: dict[str, object] = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
@@ -103,20 +96,15 @@ def alternative_evidence(
         "plain": (num_draft == 0) & ~ended,
     }
 
-    def scored(alternative: Alternative) -> LawColumns:
-        every = [
-            scorer.score(dataclasses.replace(part.finished, params=alternative.params), reading=alternative.reading)
-            for part in parts
-        ]
-        names = [field.name for field in dataclasses.fields(LawColumns)]
-        return LawColumns(**{name: np.concatenate([getattr(one, name) for one in every]) for name in names})
-
+    names, laws = zip(*alternatives_of(CONFIGS[config], int(num_draft.max(initial=0))), strict=True)
+    by_part = [scorer.score_as(part.finished, laws) for part in parts]
+    every = [_joined(of_law) for of_law in zip(*by_part, strict=True)]
     vocab_size = int(engine.describe()["vocab_size"])
-    law: LawColumns | None = None
+    own = every[0]
     stale: list[tuple[npt.NDArray[np.bool_], LawColumns]] = []
     lines: list[Evidence] = []
 
-    def add(name: str, columns: LawColumns, own: LawColumns) -> None:
+    def add(name: str, columns: LawColumns) -> None:
         for rows, chosen in kinds.items():
             with contextlib.suppress(InsufficientSamples):
                 lines.append(
@@ -132,21 +120,24 @@ def alternative_evidence(
                     )
                 )
 
-    for alternative in alternatives_of(CONFIGS[config], int(num_draft.max(initial=0))):
-        columns = scored(alternative)
-        law = law or columns
-        lag, row = alternative.reading.history_lag, alternative.reading.row
+    for name, law, columns in zip(names, laws, every, strict=True):
+        lag, row = law.reading.history_lag, law.reading.row
         if lag:
             stale.append((slot == lag, columns))
-            continue
-        if row:
+        elif row:
             # A block has no row before its first one, and none after its last.
-            columns = _replaced(law, [(slot > 0 if row < 0 else (slot >= 0) & (slot < num_draft), columns)])
-        add(alternative.name, columns, law)
-    if law is not None and stale:
+            add(name, _replaced(own, [(slot > 0 if row < 0 else (slot >= 0) & (slot < num_draft), columns)]))
+        else:
+            add(name, columns)
+    if stale:
         # What was committed before the round is all the history there is: at slot j it lacks the newest j tokens.
-        add("stale_history", _replaced(law, stale), law)
+        add("stale_history", _replaced(own, stale))
     return tuple(lines)
+
+
+def _joined(parts: Sequence[LawColumns]) -> LawColumns:
+    names = [field.name for field in dataclasses.fields(LawColumns)]
+    return LawColumns(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def _replaced(law: LawColumns, parts: Sequence[tuple[npt.NDArray[np.bool_], LawColumns]]) -> LawColumns:
@@ -164,9 +155,9 @@ def _read(
     """The first samples of one prompt."""
     a_seed = len(protocol.prompts) * protocol.num_positions
     num_seeds = min(protocol.num_seeds, max(2, NUM_TOKENS // a_seed))
-    table = read_samples(folder, _COLUMNS, arms=[arm], configs=[config], prompt_ids=[prompt_id])
+    table = read_samples(folder, (*_COLUMNS, "origin"), arms=[arm], configs=[config], prompt_ids=[prompt_id])
     shape = (-1, protocol.num_positions)
-    grid = {name: table.column(name).fill_null(-1).to_numpy().reshape(shape)[:num_seeds] for name in _COLUMNS[1:-1]}
+    grid = {name: table.column(name).fill_null(-1).to_numpy().reshape(shape)[:num_seeds] for name in _COLUMNS}
     ended = pc.equal(table.column("origin").cast(pa.string()), str(Origin.ENDED)).to_numpy().reshape(shape)[:num_seeds]
     return _Samples(
         finished=FinishedSamples(

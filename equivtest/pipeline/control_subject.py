@@ -202,11 +202,10 @@ def _engine(options: EngineOptions, batch: int, setting: Setting) -> Engine:
     from equivtest.engines.decoder import DecoderEngine
 
     drafter, draft_model = setting.drafter, None
-    if drafter == "model":
+    if drafter in ("model", "sampled_exit"):
         # Without a small model of its own, the target's first layers are one.
-        drafter, draft_model = ("model", options.draft_model) if options.draft_model else ("sampled_exit", None)
-    elif drafter == "sampled_exit" and options.draft_model:
-        drafter, draft_model = "model", options.draft_model
+        draft_model = options.draft_model
+        drafter = "model" if draft_model else "sampled_exit"
     return DecoderEngine.open(
         dataclasses.replace(
             options,

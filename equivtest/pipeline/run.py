@@ -104,7 +104,9 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
 
 
 def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path, listener: Listener) -> RunResult:
+    from equivtest.pipeline.alternatives import alternative_evidence
     from equivtest.pipeline.collect import collect
+    from equivtest.pipeline.identity import can_repeat, identity_evidence
     from equivtest.pipeline.score import score
 
     if protocol.sequential and engine.scorer() is None:
@@ -118,6 +120,10 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
         return score(run_dir, protocol, manifest, engine, batches, listener, "scoring") if scored else manifest
 
     try:
+        if can_repeat(engine) and not (run_dir / IDENTITY_FILE).exists():
+            listener.message("repeating requests: replay, greedy identity")
+            lines = {config: identity_evidence(engine, protocol, config) for config in protocol.configs}
+            keep_lines(run_dir / IDENTITY_FILE, lines)
         looks: list[Analysis] = []
         for num_seeds, batches in protocol.rounds():
             label = f"collecting, {num_seeds} of {protocol.num_seeds} seeds" if protocol.sequential else "collecting"
@@ -136,7 +142,11 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
             label = f"confirming on fresh seeds ({', '.join(want.arms)})"
             manifest = gather(manifest, fresh, label, scored=want.scored)
             analysis = analyse(run_dir, protocol, judging)
-        if _look_closer(run_dir, protocol, engine, analysis, listener):
+        # What the tokens follow instead is asked only where they do not follow their law.
+        if analysis.verdict.word is Word.DIFFERENT and not (run_dir / ALTERNATIVES_FILE).exists():
+            listener.message("holding the tokens against other laws")
+            others = {c: alternative_evidence(run_dir, protocol, c, Arm.ON, engine) for c in protocol.configs}
+            keep_lines(run_dir / ALTERNATIVES_FILE, others)
             analysis = analyse(run_dir, protocol, judging)
     except KeyboardInterrupt:
         listener.finish()
@@ -150,28 +160,6 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
     manifest.with_status(Status.COMPLETE).write(run_dir)
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)
-
-
-def _look_closer(run_dir: Path, protocol: Protocol, engine: Engine, analysis: Analysis, listener: Listener) -> bool:
-    """Take the evidence that needs the engine, where it is not there yet. Returns whether there is more than before."""
-    from equivtest.pipeline.alternatives import alternative_evidence
-    from equivtest.pipeline.identity import can_repeat, identity_evidence
-
-    wanted = {
-        IDENTITY_FILE: can_repeat(engine),
-        # What the tokens follow instead is asked only where they do not follow their law.
-        ALTERNATIVES_FILE: analysis.verdict.word is Word.DIFFERENT,
-    }
-    missing = [name for name, is_wanted in wanted.items() if is_wanted and not (run_dir / name).exists()]
-    if IDENTITY_FILE in missing:
-        listener.message("repeating requests: replay, greedy identity")
-        lines = {config: identity_evidence(engine, protocol, config) for config in protocol.configs}
-        keep_lines(run_dir / IDENTITY_FILE, lines)
-    if ALTERNATIVES_FILE in missing:
-        listener.message("holding the tokens against other laws")
-        lines = {config: alternative_evidence(run_dir, protocol, config, Arm.ON, engine) for config in protocol.configs}
-        keep_lines(run_dir / ALTERNATIVES_FILE, lines)
-    return bool(missing)
 
 
 def is_enough(looks: Sequence[Analysis]) -> bool:

@@ -73,7 +73,7 @@ class Outcome:
     drafter: str
     acceptance: str
     expected: frozenset[Family]
-    """What its author thinks finds it."""
+    """What found it at the gate budget before; its author's guess for a fault from elsewhere."""
     kills: Mapping[Family, Kill]
     """Every family that looked."""
     diagnosis: tuple[str, ...]

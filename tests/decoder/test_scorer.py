@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from equivtest.decoder.model import Model
-from equivtest.decoder.scorer import FinishedSamples, Scorer
+from equivtest.decoder.scorer import FinishedSamples, Law, Reading, Scorer, _as_probs
 from equivtest.errors import InvalidSetting, UnsupportedSampling
 from equivtest.faults import get_fault
 from equivtest.kernels.contract import KernelBackend
@@ -360,3 +360,35 @@ def test_what_cannot_be_scored_is_refused_before_any_work() -> None:
         dataclasses.replace(samples, stream_keys=samples.stream_keys[1:])
     with pytest.raises(InvalidSetting, match="prompt"):
         dataclasses.replace(samples, prompt_token_ids=())
+
+
+def test_several_laws_take_one_forward_and_say_what_each_says_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = get_backend("cpp")
+    samples = decoded(backend, EVERYTHING)
+    model, calls = tiny_model(backend=backend), []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    scorer = Scorer(model, backend, eos_token_ids=(EOS,))
+    plain = scorer.score(samples)
+    for_one = len(calls)
+    hot = dataclasses.replace(EVERYTHING, temperature=1.5)
+    own, hotter, before, logits = scorer.score_as(
+        samples, [Law(EVERYTHING), Law(hot), Law(EVERYTHING, Reading(row=-1)), Law(EVERYTHING, Reading(softmax=False))]
+    )
+    assert len(calls) == 2 * for_one
+    alone = scorer.score(dataclasses.replace(samples, params=hot))
+    for field in dataclasses.fields(LawColumns):
+        name = field.name
+        np.testing.assert_array_equal(getattr(own, name), getattr(plain, name))
+        np.testing.assert_array_equal(getattr(hotter, name), getattr(alone, name))
+    assert hotter.entropy.mean() > own.entropy.mean()
+    # The law of a row before is that of another prefix; the first position has none, and keeps its own.
+    np.testing.assert_array_equal(before.entropy[:, 0], own.entropy[:, 0])
+    running = own.entropy[:, 1:] > 0
+    np.testing.assert_array_equal(before.entropy[:, 1:][running], own.entropy[:, :-1][running])
+    assert np.isfinite(logits.entropy).all()
+
+
+def test_logits_without_a_positive_one_are_taken_for_their_largest() -> None:
+    probs = _as_probs(torch.tensor([[-3.0, -1.0, -2.0], [0.5, -1.0, 1.5]]))
+    assert probs.tolist() == [[0.0, 1.0, 0.0], [0.5, 0.0, 1.5]]

@@ -1,11 +1,12 @@
 """A speculative decoder in numpy: exact where it should be, wrong where a test wants it."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from equivtest.decoder.scorer import RIGHT, FinishedSamples, Reading
+from equivtest.decoder.scorer import RIGHT, FinishedSamples, Law, Reading
 from equivtest.records import SPEC, Generation, LawColumns, Origin, Request, Route, SamplingParams
 from equivtest.rng import Purpose, uniforms
 
@@ -129,6 +130,9 @@ class FakeScorer:
 
     def __init__(self, heat: float = 1.0) -> None:
         self.heat, self.num_calls = heat, 0
+
+    def score_as(self, samples: FinishedSamples, laws: Sequence[Law]) -> list[LawColumns]:
+        return [self.score(dataclasses.replace(samples, params=law.params), reading=law.reading) for law in laws]
 
     def score(
         self,

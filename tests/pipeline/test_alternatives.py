@@ -84,8 +84,8 @@ def test_the_sentence_names_rows_and_law(engine: DecoderEngine, tmp_path: Path) 
 
 
 def test_alternatives_are_laws_that_differ() -> None:
-    names = [alternative.name for alternative in alternatives_of(CONFIGS["topp95"], 3)]
+    names = [name for name, _ in alternatives_of(CONFIGS["topp95"], 3)]
     read = ["logits_as_probs", "row_before", "row_after"]
     assert names == ["the law", "raw", "no_temperature", "no_top_p", "greedy", *read]
-    plain = [alternative.name for alternative in alternatives_of(SamplingParams(), 3)]
+    plain = [name for name, _ in alternatives_of(SamplingParams(), 3)]
     assert plain == ["the law", "greedy", *read]
