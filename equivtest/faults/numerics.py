@@ -10,8 +10,7 @@ from torch import Tensor
 
 from equivtest.decoder.stages import Drafts, Float32Array, ReportStage, Scored, StepInput, VerifyStage
 from equivtest.faults.base import Family, Fault, Setting
-from equivtest.faults.blocks import drafted, on_device
-from equivtest.faults.wrappers import rows_with_drafts
+from equivtest.faults.wrappers import drafted, on_device, rows_with_drafts
 from equivtest.kernels.contract import SpecAccept
 
 

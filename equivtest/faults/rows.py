@@ -11,8 +11,14 @@ from torch import Tensor
 
 from equivtest.decoder.stages import AcceptStage, Drafts, ProposeStage, Scored, Stages, StepInput, VerifyStage
 from equivtest.faults.base import Family, Fault, Setting
-from equivtest.faults.blocks import drafted, on_device, recounted
-from equivtest.faults.wrappers import SAMPLED_DRAFTER, require_chain, require_sampled_drafter
+from equivtest.faults.wrappers import (
+    SAMPLED_DRAFTER,
+    drafted,
+    on_device,
+    recounted,
+    require_chain,
+    require_sampled_drafter,
+)
 from equivtest.kernels.contract import SpecAccept
 
 

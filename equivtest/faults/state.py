@@ -13,7 +13,7 @@ from torch import Tensor
 from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
 from equivtest.decoder.stages import CommitStage, Drafts, Float32Array, ForwardStage, Int64Array, Scored, StepInput
 from equivtest.faults.base import Family, Fault
-from equivtest.faults.blocks import drafted, on_device, recounted
+from equivtest.faults.wrappers import drafted, on_device, recounted
 from equivtest.kernels.contract import SpecAccept
 
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from equivtest.decoder.stages import AcceptStage, Drafts, Int64Array, Stages, StepInput
 from equivtest.faults.base import Family, Fault, Setting
-from equivtest.faults.blocks import drafted, on_device, recounted
 from equivtest.faults.wrappers import (
     SAMPLED_DRAFTER,
     JudgedDrafts,
     Offered,
     coins,
+    drafted,
+    on_device,
+    recounted,
     recovered_rows,
     redraw,
     require_chain,

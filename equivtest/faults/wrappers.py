@@ -1,4 +1,4 @@
-"""What several faults need: verdicts on drafts, laws of chosen rows, recovered tokens drawn anew, altered drafters."""
+"""What several faults need: verdicts on drafts, chosen rows, tokens drawn anew, other counts, altered drafters."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from equivtest.decoder.acceptance import MatchAcceptance, RoutedAcceptance
 from equivtest.decoder.drafters.draft_model import ModelDrafter, draw
 from equivtest.decoder.model import Model
-from equivtest.decoder.stages import AcceptStage, Drafts, Stages, StepInput
+from equivtest.decoder.stages import AcceptStage, Drafts, Int64Array, Stages, StepInput
 from equivtest.decoder.standard_stages import DrafterPropose
 from equivtest.errors import InvalidSetting
-from equivtest.kernels.contract import KernelBackend, SpecAccept
+from equivtest.kernels.contract import PADDING, KernelBackend, SpecAccept
 from equivtest.rng import Purpose, uniforms
 
 SAMPLED_DRAFTER = "sampled_exit"
@@ -170,6 +170,30 @@ def speculative_rows(step: StepInput, drafts: Drafts) -> Rows:
 
 def _in_use(drafts: Drafts) -> Rows:
     return np.asarray(np.arange(drafts.token_ids.shape[1] + 1) <= drafts.num_draft[:, None])
+
+
+def drafted(drafts: Drafts) -> Int64Array:
+    """Batch rows with num_draft > 0."""
+    return np.flatnonzero(drafts.num_draft > 0)
+
+
+def on_device(array: npt.NDArray[np.int64] | npt.NDArray[np.int32], like: Tensor) -> Tensor:
+    """The array on the device of `like`."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)
+
+
+def recounted(accepted: SpecAccept, drafts: Drafts, counts: Tensor) -> SpecAccept:
+    """The same step with another number of drafts kept: so many, then the token that was drawn to follow the block.
+
+    counts: int32 [B], 0..num_draft, on the device. Nothing is changed in place. A row's own count gives the row itself.
+    """
+    output = accepted.output_token_ids
+    slots = torch.arange(output.shape[1], device=output.device)
+    drawn = output.gather(1, accepted.emitted.long()[:, None])
+    block = torch.full_like(output, PADDING)
+    block[:, : drafts.token_ids.shape[1]] = on_device(drafts.token_ids, output)
+    tokens = torch.where(slots < counts[:, None], block, PADDING)
+    return SpecAccept(torch.where(slots == counts[:, None], drawn, tokens), counts, accepted.acceptance_telemetry)
 
 
 def require_chain(stages: Stages, fault: str) -> None:

@@ -67,7 +67,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class KillStudy:
     """Where subjects are sampled and judged; its methods take what another process can be sent."""
 
     run_dir: Path

@@ -18,7 +18,7 @@ from typing import Any
 from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.faults import NOT_EXPRESSIBLE
 from equivtest.files import sole_writer
-from equivtest.pipeline.control_subject import SMOKE, Bench, ControlsOptions, chosen
+from equivtest.pipeline.control_subject import SMOKE, ControlsOptions, KillStudy, chosen
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
 from equivtest.pipeline.progress import Listener, Silent
 from equivtest.protocol.budgets import get_budget
@@ -41,14 +41,14 @@ def controls(options: ControlsOptions, listener: Listener | None = None) -> tupl
     run_dir = options.run_dir or options.results_dir / f"controls-{options.budget}-{utc_now():%Y%m%dT%H%M%SZ}"
     started = time.perf_counter()
     with sole_writer(run_dir), _workers(options) as work:
-        bench = Bench(run_dir=run_dir, protocol=protocol, options=options)
+        study = KillStudy(run_dir=run_dir, protocol=protocol, options=options)
         listener.message(f"plain decoding: {', '.join(configs)}")
-        plain = dict(zip(configs, work(bench.plain, configs), strict=True))
+        plain = dict(zip(configs, work(study.plain, configs), strict=True))
         outcomes = []
         # Subjects of one decoder side by side, so that a process seldom needs another.
         ordered = sorted(subjects, key=lambda fault: (fault.setting.drafter, fault.setting.acceptance))
         law = [plain[fault.setting.config].law for fault in ordered]
-        for outcome in work(bench.altered, [fault.name for fault in ordered], law):
+        for outcome in work(study.altered, [fault.name for fault in ordered], law):
             outcomes.append(outcome)
             seconds = (time.perf_counter() - started) / len(outcomes) * (len(ordered) - len(outcomes))
             left = f" (about {seconds / 60:.0f} min left)"

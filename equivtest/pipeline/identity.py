@@ -4,7 +4,7 @@ are drawn from the law they name. Generates, compares, and says what differed as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Evidence, Generation, Request
 from equivtest.stats.identity import DRAFT_RATE, TEXT_RATE, same
+
+_Decode = Callable[..., list[Generation]]
 
 _NUM_REPLAYED = 24
 """Seeded requests, over all prompts in turn."""
@@ -66,7 +68,7 @@ def identity_evidence(
     return tuple(lines)
 
 
-def _replay(decode: Any, protocol: Protocol, config: str, prompts: Sequence[tuple[int, ...]]) -> Evidence:
+def _replay(decode: _Decode, protocol: Protocol, config: str, prompts: Sequence[tuple[int, ...]]) -> Evidence:
     requests = [
         Request(
             prompt_token_ids=prompts[index % len(prompts)],
@@ -98,7 +100,7 @@ def _replay(decode: Any, protocol: Protocol, config: str, prompts: Sequence[tupl
     )
 
 
-def _greedy(decode: Any, protocol: Protocol, config: str, prompts: Sequence[tuple[int, ...]]) -> Evidence:
+def _greedy(decode: _Decode, protocol: Protocol, config: str, prompts: Sequence[tuple[int, ...]]) -> Evidence:
     params = dataclasses.replace(CONFIGS[config], temperature=0.0)
     requests = [
         Request(prompt_token_ids=prompt, params=params, stream_key=index, max_tokens=2 * protocol.num_positions)

@@ -14,10 +14,9 @@ import numpy as np
 from equivtest.errors import InsufficientSamples
 from equivtest.pipeline.families import Tokens, generator
 from equivtest.pipeline.law_input import logprob_tolerance, read_scored_tokens
-from equivtest.pipeline.one_arm import shards_of
+from equivtest.pipeline.one_arm import shards_of, token_grids
 from equivtest.protocol.plan import Protocol
 from equivtest.records import KILL_LEVEL, Arm, Evidence, Family, Kill
-from equivtest.samples.reader import read_arm_tokens
 from equivtest.stats.joint import joint_family
 from equivtest.stats.law import law_family
 from equivtest.stats.logprobs import LogprobTolerance
@@ -58,8 +57,8 @@ def judge(folder: Path, plain: Path | None, protocol: Protocol, config: str, arm
     protocol: names the samples and seeds the permutations. Raises InvalidShard, MissingSamples.
     """
     scored = read_scored_tokens(folder, [shards_of(protocol, arm, config)], protocol.num_positions)
-    on = _grids(folder, protocol, config, arm)
-    off = None if plain is None else _grids(plain, protocol, config, Arm.OFF)
+    on = token_grids(folder, protocol, arm, config)
+    off = None if plain is None else token_grids(plain, protocol, Arm.OFF, config)
     look = partial(_judge_at, protocol, config, scored, logprob_tolerance(folder), off, on)
     whole = look(protocol.num_seeds)
     sizes = {family: protocol.num_seeds for family, found in whole.found.items() if found}
@@ -161,21 +160,6 @@ def _judge_at(
             law = tuple(dataclasses.replace(line, adjusted_p=p_value) for line, p_value in lines)
             smallest |= _smallest({line.name: p_value for line, p_value in lines})
     return _Look(smallest=smallest, law=law, joint=joint)
-
-
-def _grids(folder: Path, protocol: Protocol, config: str, arm: Arm) -> list[Tokens]:
-    """Token ids [num_seeds, num_positions] of every prompt."""
-    return [
-        read_arm_tokens(
-            folder,
-            arm=arm,
-            config=config,
-            prompt_id=prompt.id,
-            seeds=range(protocol.num_seeds),
-            num_positions=protocol.num_positions,
-        )
-        for prompt in protocol.prompts
-    ]
 
 
 def _smallest(p_values: Mapping[str, float]) -> dict[Family, tuple[str, float]]:

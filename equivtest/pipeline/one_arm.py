@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from equivtest.engines.base import Engine
 from equivtest.faults import Fault
 from equivtest.pipeline.manifest import FILE_NAME, Status, new_manifest, resumed, written
 from equivtest.pipeline.progress import Listener
 from equivtest.protocol.plan import Batch, Protocol
 from equivtest.records import Arm, ShardKey
+from equivtest.samples.reader import read_arm_tokens
 
 
 def gather(
@@ -55,6 +59,21 @@ def shards_of(protocol: Protocol, arm: Arm, config: str, run: int = 0) -> Batch:
         )
         for prompt in protocol.prompts
     )
+
+
+def token_grids(folder: Path, protocol: Protocol, arm: Arm, config: str, run: int = 0) -> list[npt.NDArray[np.int32]]:
+    """Token ids [num_seeds, num_positions] of the samples of one run, one array a prompt. Raises MissingSamples."""
+    return [
+        read_arm_tokens(
+            folder,
+            arm=arm,
+            config=config,
+            prompt_id=prompt.id,
+            seeds=range(run * protocol.num_seeds, (run + 1) * protocol.num_seeds),
+            num_positions=protocol.num_positions,
+        )
+        for prompt in protocol.prompts
+    ]
 
 
 def large_batches(shards: Iterable[ShardKey], batch_samples: int) -> Iterator[Batch]:

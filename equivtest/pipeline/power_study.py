@@ -21,7 +21,7 @@ from equivtest.faults import Fault, get_fault
 from equivtest.pipeline.families import generator
 from equivtest.pipeline.law_input import logprob_tolerance, read_scored_tokens
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
-from equivtest.pipeline.one_arm import gather, large_batches, shards_of
+from equivtest.pipeline.one_arm import gather, large_batches, shards_of, token_grids
 from equivtest.pipeline.power import TARGET_POWER
 from equivtest.pipeline.progress import Listener
 from equivtest.protocol.budgets import get_budget
@@ -29,7 +29,6 @@ from equivtest.protocol.configs import resolve_configs
 from equivtest.protocol.plan import Batch, Protocol
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Arm
-from equivtest.samples.reader import read_arm_tokens
 from equivtest.stats.law import LawResult, law_family
 from equivtest.stats.monte_carlo import FamilyName, PowerPoint, detector, power_point
 from equivtest.verdict.facts import Place
@@ -165,17 +164,8 @@ def _judge_run(
     """Every family on one run."""
     folder = _folder(study_dir, subject)
     rng = generator(protocol.run_seed, "power", subject, config, run)
-    off, on = (
-        [
-            read_arm_tokens(
-                path, arm=own, config=config, prompt_id=prompt.id,
-                seeds=range(run * protocol.num_seeds, (run + 1) * protocol.num_seeds),
-                num_positions=protocol.num_positions,
-            )
-            for prompt in protocol.prompts
-        ]
-        for path, own in ((study_dir / "off", Arm.OFF), (folder, arm))
-    )  # fmt: skip
+    off = token_grids(study_dir / "off", protocol, Arm.OFF, config, run)
+    on = token_grids(folder, protocol, arm, config, run)
     found = {name: detector(family)(off, on, rng) for name, family in _TOKEN_FAMILIES.items()}
     first = _law(folder, protocol, arm, config, [run])
     evidence = adjusted_law_evidence({config: first})[config]
