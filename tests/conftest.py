@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 # As the command line does, and before torch starts its threads: see equivtest.cli.main.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Two processes run the tests: a pool of threads in each of them would cost more than it gives.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
