@@ -21,13 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from equivtest.errors import ScratchTooSmall
 from equivtest.records import SamplingParams
+from equivtest.rng import Purpose
 
 LAW_ORDER = ("temperature", "top_k", "softmax", "top_p", "min_p", "renormalise")
 PADDING = -1
@@ -50,6 +53,12 @@ class Capabilities:
     """Dtypes of the logits that `verify_probs` takes."""
     probs_dtype: torch.dtype = torch.float32
     """Dtype of probabilities, in and out."""
+    attention_dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16})
+    """Dtypes of queries, keys and values that `paged_attention` takes: those that a model may have."""
+    fused: bool = False
+    """It has `accept_logits`: acceptance from logits, without probabilities in memory."""
+    graphs: bool = False
+    """A CUDA graph may hold its `paged_attention` and layers: they read nothing on the host."""
 
 
 class RowParams(NamedTuple):
@@ -83,13 +92,62 @@ class Streams(NamedTuple):
 
 
 class SpecAccept(NamedTuple):
-    """Result of `spec_accept`: views into the scratch, valid until its next use."""
+    """Result of `spec_accept` and `accept_logits`: views into the scratch, valid until its next use."""
 
     output_token_ids: Tensor  # int64 [B, K+1]: the accepted drafts, then one recovered or bonus token, then PADDING
     emitted: Tensor  # int32 [B]: length of the accepted prefix; the row puts out emitted + 1 tokens. Commit on this.
     acceptance_telemetry: (
         Tensor  # int32 [B]: drafts whose own coin accepts, also past the first rejection. Never commit.
     )
+    refusal: Tensor | None = None
+    """float64 [3] on the device: (problem, row, value), problem an index into REFUSALS, 0 for none. Set where a kernel
+    refuses values without waiting for the host: whoever reads the tokens must give it to `checks.raise_refusal`."""
+
+
+REFUSALS = (
+    "",
+    "logits must not hold NaN or +inf",
+    "logits must hold at least one finite value",
+    "the largest logit divided by temperature overflows float32",
+    "probabilities must be finite and at least 0",
+    "draft probabilities must be finite and at least 0",
+    "probabilities must not all be 0",
+    "draft id out of range",
+)
+"""What a kernel may find wrong with the values of a row."""
+
+AcceptanceRule = Literal["chain", "match"]
+
+
+class AttentionShape(NamedTuple):
+    """What one model's attention calls have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+
+class HostBatch(NamedTuple):
+    """An AttentionBatch on the host, int32."""
+
+    page_table: npt.NDArray[np.int32]
+    kv_lens: npt.NDArray[np.int32]
+    query_start: npt.NDArray[np.int32]
+
+
+class AttentionBatch(NamedTuple):
+    """Whose rows attend to what, in one forward. On the device, with a copy on the host for backends that plan there."""
+
+    page_table: Tensor  # int32 [B, max_pages]; entries past a sequence's length are ignored
+    kv_lens: Tensor  # int32 [B], length of each sequence including this call's rows
+    query_start: Tensor  # int32 [B + 1], rows query_start[b]:query_start[b+1] are the last ones of sequence b
+    host: HostBatch
+
+
+AttentionPlan = Any
+"""What a backend makes of an AttentionBatch, once a forward; opaque to everyone else."""
 
 
 class SpecScratch:
@@ -179,23 +237,99 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def sample(self, target_probs: Tensor, streams: Streams, *, out: Tensor) -> Tensor:
-        """One draw per row with the PLAIN coin of its position.
+    def sample(
+        self, target_probs: Tensor, streams: Streams, *, out: Tensor, purpose: Purpose = Purpose.PLAIN
+    ) -> Tensor:
+        """One draw per row with the coin of that purpose at its position.
 
         target_probs: [B, vocab_size]; out: int64 [B], written in place and returned. Refuses what `spec_accept` does.
         """
         ...
 
+    def plan_attention(
+        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+    ) -> AttentionPlan:
+        """Get ready for the attention calls of one forward, one a layer.
+
+        reuse: a plan whose calls a CUDA graph holds. It is brought up to date in its own memory and returned; `batch` is
+        then of the same shape, with empty sequences at its end.
+        Raises InvalidKernelInput naming the sequence for lengths or pages that cannot be.
+        """
+        ...
+
     def paged_attention(
         self,
-        query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16
+        query: Tensor,  # [num_rows, num_heads, head_dim], a dtype of capabilities.attention_dtypes
         kv_pages: Tensor,  # [num_pages, 2, page_size, num_kv_heads, head_dim], the query's dtype; [:, 0] keys
-        page_table: Tensor,  # int32 [B, max_pages]; entries past a sequence's length are ignored
-        kv_lens: Tensor,  # int32 [B], length of each sequence including this call's rows
-        query_start: Tensor,  # int32 [B + 1], rows query_start[b]:query_start[b+1] are the last ones of sequence b
+        plan: AttentionPlan,
     ) -> Tensor:
         """Causal grouped-query attention over paged keys and values, scale 1/sqrt(head_dim), float32 accumulation.
 
-        Row j of the n rows of sequence b sees positions 0 .. kv_lens[b] - n + j. Returns the shape of `query`.
+        Row j of the n rows of sequence b sees positions 0 .. kv_lens[b] - n + j. Returns the shape of `query`. Rows
+        past query_start[B] belong to nobody: their output is anything finite.
         """
+        ...
+
+    @property
+    def layers(self) -> LayerOps: ...
+
+    def accept_logits(
+        self,
+        logits: Tensor,  # [num_rows, vocab_size], a dtype of capabilities.dtypes
+        row_start: Tensor,  # int32 [B], the first of the 1 + num_draft logits rows of each batch row
+        params: RowParams,  # [B]
+        draft_token_ids: Tensor,  # int64 [B, K]
+        num_draft: Tensor,  # int32 [B]
+        draft_probs: Tensor | None,  # [B, K, vocab_size]
+        streams: Streams,
+        *,
+        rule: AcceptanceRule,
+        scratch: SpecScratch,
+    ) -> SpecAccept:
+        """`verify_probs` and then the acceptance rule, in one: for backends with capabilities.fused.
+
+        Same law, same coins, same tokens, without the probabilities in memory. Does not wait for the device: values
+        that it refuses are told in `refusal` of the result.
+        """
+        ...
+
+
+class LayerOps(Protocol):
+    """The products and pointwise steps of a transformer layer. Arithmetic and its order are those of Hugging Face
+    transformers: RMSNorm in float32 and cast back before the weight, half-rotation RoPE.
+
+    Weights are what `linear` made of [out_features, in_features].
+    """
+
+    def linear(self, weight: Tensor) -> Any:
+        """Lay a weight out for this machine, once."""
+        ...
+
+    def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """hidden / rms(hidden) over the last dimension, times norm."""
+        ...
+
+    def normed_linear(self, hidden: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
+        """rms_norm(hidden) @ weight.T: [num_rows, out_features]."""
+        ...
+
+    def normed_gate(self, hidden: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
+        """SwiGLU of rms_norm(hidden): silu(gate) * up, gate over up in the rows of `weight`; [num_rows, out / 2]."""
+        ...
+
+    def add_linear(self, hidden: Tensor, x: Tensor, weight: Any) -> Tensor:
+        """hidden + x @ weight.T; may write into `hidden`."""
+        ...
+
+    def rotate_and_store(
+        self,
+        heads: Tensor,  # [num_rows, num_heads + 2 * num_kv_heads, head_dim], queries, keys, values
+        rotary: tuple[Tensor, Tensor],  # cosines and sines, [max_position, head_dim] each
+        positions: Tensor,  # int64 [num_rows]
+        query_key_norm: Tensor | None,  # [num_heads + num_kv_heads, head_dim], RMSNorm weights before the rotation
+        eps: float,
+        kv_pages: Tensor,  # [num_pages, 2, page_size, num_kv_heads, head_dim]
+        slots: Tensor,  # int64 [num_rows], page * page_size + offset
+    ) -> Tensor:
+        """Rotate queries and keys, write keys and values to their slots, return queries [num_rows, num_heads, head_dim]."""
         ...
