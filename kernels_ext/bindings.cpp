@@ -94,12 +94,14 @@ void spec_accept(const Tensor& draft_token_ids, const Tensor& num_draft, const T
   }
 }
 
-void sample(const Tensor& target_probs, const Tensor& keys, const Tensor& positions, const Tensor& out) {
+void sample(const Tensor& target_probs, const Tensor& keys, const Tensor& positions, int64_t purpose,
+            const Tensor& out) {
   const int64_t batch = target_probs.size(0);
   std::vector<int64_t> tokens(batch);
   std::vector<Fault> faults(batch);
   const cpu::SampleRows rows{target_probs.const_data_ptr<float>(), keys.const_data_ptr<int64_t>(),
-                             positions.const_data_ptr<int64_t>(), target_probs.size(1), tokens.data()};
+                             positions.const_data_ptr<int64_t>(), static_cast<Purpose>(purpose),
+                             target_probs.size(1), tokens.data()};
   over_rows(batch, [&](int64_t begin, int64_t end) { cpu::sample_rows(rows, begin, end, faults.data()); });
   throw_first(faults);
   std::copy(tokens.begin(), tokens.end(), out.mutable_data_ptr<int64_t>());
@@ -169,7 +171,7 @@ TORCH_LIBRARY(equivtest, library) {
   library.def(
       "spec_accept(Tensor draft_token_ids, Tensor num_draft, Tensor target_probs, Tensor? draft_probs, Tensor keys, "
       "Tensor positions, Tensor(a!) output_token_ids, Tensor(b!) emitted, Tensor(c!) acceptance_telemetry) -> ()");
-  library.def("sample(Tensor target_probs, Tensor keys, Tensor positions, Tensor(a!) out) -> ()");
+  library.def("sample(Tensor target_probs, Tensor keys, Tensor positions, int purpose, Tensor(a!) out) -> ()");
   library.def(
       "paged_attention(Tensor query, Tensor kv_pages, Tensor page_table, Tensor kv_lens, Tensor query_start, "
       "Tensor(a!) out) -> ()");

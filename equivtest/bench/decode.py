@@ -214,12 +214,12 @@ def _our_steps(
 def _unshare(kv: PagedKVCache, sequences: np.ndarray[Any, np.dtype[np.int64]]) -> None:
     """Give each sequence its own copy of the first one's pages."""
     lengths = kv.lengths(sequences)
-    first = kv.extend(sequences[:1], np.ones(1, dtype=np.int64)).page_table[0].long()
+    first = kv.extend(sequences[:1], np.ones(1, dtype=np.int64)).page_table[0].astype(np.int64)
     kv.truncate(sequences[:1], lengths[:1])
     contents = kv.pages[:, first]
     for sequence in sequences[1:]:
         kv.truncate(np.array([sequence]), np.zeros(1, dtype=np.int64))
-        own = kv.extend(np.array([sequence]), lengths[:1]).page_table[0].long()
+        own = kv.extend(np.array([sequence]), lengths[:1]).page_table[0].astype(np.int64)
         kv.pages[:, own] = contents[:, : len(own)]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equivtest.decoder.stages import AcceptStage, Drafts, StepInput
+from equivtest.decoder.stages import AcceptStage, Drafts, Scored, Stages, StepInput, VerifyStage
 from equivtest.errors import UnknownName
-from equivtest.kernels.contract import PADDING, KernelBackend, SpecAccept, Streams
+from equivtest.kernels.contract import PADDING, AcceptanceRule, FusedBackend, KernelBackend, SpecAccept, Streams
 
 
 class ChainAcceptance:
@@ -27,7 +29,7 @@ class ChainAcceptance:
             return draw_plain(self.backend, step, target_probs)
         device = target_probs.device
         return self.backend.spec_accept(
-            torch.from_numpy(drafts.token_ids).to(device),
+            drafts.on(device),
             torch.from_numpy(drafts.num_draft).to(device),
             target_probs,
             drafts.probs,
@@ -60,7 +62,7 @@ class MatchAcceptance:
             ),
             out=scratch.token_ids[: batch * num_rows],
         ).view(batch, num_rows)
-        draft_token_ids = torch.from_numpy(drafts.token_ids).to(device)
+        draft_token_ids = drafts.on(device)
         num_draft = torch.from_numpy(drafts.num_draft).to(device)
         matches = (drawn[:, :-1] == draft_token_ids) & (slots[:-1] < num_draft[:, None])
         emitted = matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
@@ -90,10 +92,44 @@ class RoutedAcceptance:
         # Copied, for the rule is about to use the scratch that these are views of.
         parts = [SpecAccept(functional.pad(plain.output_token_ids.clone(), (0, width - 1), value=PADDING), *plain[1:])]
         if split:
-            probs = None if drafts.probs is None else drafts.probs[:split]
-            main = Drafts(drafts.token_ids[:split], drafts.num_draft[:split], probs)
-            parts.insert(0, self.rule(step.rows(0, split), main, target_probs[:split]))
-        return SpecAccept(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+            parts.insert(0, self.rule(step.rows(0, split), drafts.rows(split), target_probs[:split]))
+        return SpecAccept(*(torch.cat(columns) for columns in list(zip(*parts, strict=True))[:3]))
+
+
+class FusedAcceptance:
+    """Verify and accept in one kernel, for a backend that has it."""
+
+    def __init__(self, verify: VerifyStage, accept: AcceptStage, backend: FusedBackend, rule: AcceptanceRule) -> None:
+        self.verify, self.accept, self.backend, self.rule = verify, accept, backend, rule
+
+    def stands_for(self, stages: Stages, step: StepInput) -> bool:
+        standard = stages.verify is self.verify and stages.accept is self.accept
+        return standard and step.num_main == step.batch and not step.table.reports_logprobs
+
+    def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> SpecAccept:
+        device = scored.logits.device
+        counts = np.stack([drafts.num_draft, np.cumsum(drafts.num_draft + 1) - drafts.num_draft - 1]).astype(np.int32)
+        num_draft, row_start = torch.from_numpy(counts).to(device, non_blocking=True)
+        return self.backend.accept_logits(
+            scored.logits,
+            row_start,
+            step.params,
+            drafts.on(device),
+            num_draft,
+            drafts.probs,
+            step.streams,
+            rule=self.rule,
+            scratch=step.scratch,
+        )
+
+
+def fused_acceptance(
+    verify: VerifyStage, accept: AcceptStage, backend: KernelBackend, rule: str
+) -> FusedAcceptance | None:
+    """What does these two stages in one, where the backend can."""
+    if not backend.capabilities.fused:
+        return None
+    return FusedAcceptance(verify, accept, cast("FusedBackend", backend), cast("AcceptanceRule", rule))
 
 
 _RULES: Mapping[str, Callable[[KernelBackend], AcceptStage]] = {"chain": ChainAcceptance, "match": MatchAcceptance}

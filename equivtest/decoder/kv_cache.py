@@ -8,6 +8,7 @@ sequence never changes its parent.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,26 +17,43 @@ from torch import Tensor
 
 from equivtest.decoder.config import ModelConfig
 from equivtest.errors import CacheFull, InvalidSetting
+from equivtest.kernels.contract import AttentionBatch, HostBatch
 
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch(NamedTuple):
+    """A RaggedBatch on the device."""
+
+    attention: AttentionBatch
+    slots: Tensor  # int64 [num_rows]
+    positions: Tensor  # int64 [num_rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RaggedBatch:
-    """Where the rows of one forward go and what they see. All tensors are on the cache's device.
+    """Where the rows of one forward go and what they see, on the host.
 
     The B sequences have their new rows side by side: rows query_start[b] : query_start[b + 1] are sequence b's.
     """
 
-    page_table: Tensor  # int32 [B, max_pages]
-    """Pages of each sequence; entries past its length are arbitrary."""
-    kv_lens: Tensor  # int32 [B]
-    """Length of each sequence, the new rows included."""
-    query_start: Tensor  # int32 [B + 1]
-    slots: Tensor  # int64 [num_rows]
-    """Where each new row is written: page * page_size + offset."""
-    positions: Tensor  # int64 [num_rows]
-    """Position of each new row in its sequence."""
+    page_table: npt.NDArray[np.int32]
+    """[B, max_pages], pages of each sequence; entries past its length are arbitrary."""
+    kv_lens: npt.NDArray[np.int32]
+    """[B], length of each sequence, the new rows included."""
+    query_start: npt.NDArray[np.int32]
+    """[B + 1]."""
+    slots: IntArray
+    """[num_rows], where each new row is written: page * page_size + offset."""
+    positions: IntArray
+    """[num_rows], position of each new row in its sequence."""
+
+    def on(self, device: torch.device) -> DeviceBatch:
+        """Copied to the device."""
+        host = HostBatch(self.page_table, self.kv_lens, self.query_start)
+        table, kv_lens, query_start = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in host)
+        slots, positions = (torch.from_numpy(array).to(device) for array in (self.slots, self.positions))
+        return DeviceBatch(AttentionBatch(table, kv_lens, query_start, host), slots, positions)
 
 
 class PagedKVCache:
@@ -60,11 +78,20 @@ class PagedKVCache:
         self.page_size = page_size
         self.max_length = min(config.max_position, num_pages * page_size)
         """Longest sequence that could ever fit."""
+        self.spare_page = num_pages
+        """A page that belongs to nobody: rows that only fill up a batch are written there."""
         # Zeros, so that a backend that reads a whole page and masks never meets a NaN.
         self.pages = torch.zeros(
-            config.num_layers, num_pages, 2, page_size, config.num_kv_heads, config.head_dim, dtype=dtype, device=device
+            config.num_layers,
+            num_pages + 1,
+            2,
+            page_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=dtype,
+            device=device,
         )
-        """[num_layers, num_pages, 2, page_size, num_kv_heads, head_dim]; keys at [:, :, 0], values at [:, :, 1]."""
+        """[num_layers, num_pages + 1, 2, page_size, num_kv_heads, head_dim]; keys at [:, :, 0], values at [:, :, 1]."""
         self._table = np.zeros((max_sequences, -(-self.max_length // page_size)), dtype=np.int32)
         self._lengths = np.full(max_sequences, -1, dtype=np.int64)  # -1: not in use
         self._references = np.zeros(num_pages, dtype=np.int32)
@@ -141,6 +168,36 @@ class PagedKVCache:
         self._lengths[sequences] = new
         return self._batch(sequences, old, num_new)
 
+    def extend_by_ones(self, sequences: IntArray, num_new: IntArray) -> list[RaggedBatch]:
+        """Make room for `num_new[b]` more tokens of each sequence (int [B], 0 or more), to be fed one at a time.
+
+        One batch a token, each with a row of every sequence, so that all have one shape: where a sequence gets no token
+        more, its row belongs to nobody and goes to the spare page. Raises what `extend` does.
+        """
+        sequences, num_new = np.asarray(sequences, dtype=np.int64), np.asarray(num_new, dtype=np.int64)
+        growing = np.flatnonzero(num_new)
+        num_sequences, num_batches = len(sequences), int(num_new.max(initial=0))
+        if not num_batches:
+            return []
+        grown = self.extend(sequences[growing], num_new[growing])
+        table = np.full((num_sequences, grown.page_table.shape[1]), self.spare_page, np.int32)
+        table[growing] = grown.page_table
+        slots = np.full((num_batches, num_sequences), self.spare_page * self.page_size)
+        positions = np.zeros((num_batches, num_sequences), np.int64)
+        rows, offsets = _ragged_arange(num_new)
+        slots[offsets, rows], positions[offsets, rows] = grown.slots, grown.positions
+        return [
+            RaggedBatch(
+                page_table=table,
+                # A row that belongs to nobody still attends to something.
+                kv_lens=(np.maximum.accumulate(positions, axis=0)[index] + 1).astype(np.int32),
+                query_start=np.arange(num_sequences + 1, dtype=np.int32),
+                slots=slots[index],
+                positions=positions[index],
+            )
+            for index in range(num_batches)
+        ]
+
     def truncate(self, sequences: IntArray, lengths: IntArray) -> None:
         """Cut each sequence back to `lengths[b]` tokens (int [B], at most what it has), releasing pages."""
         sequences, lengths = np.asarray(sequences, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
@@ -212,11 +269,11 @@ class PagedKVCache:
         positions = old[rows] + offsets
         columns = -(-int(new.max(initial=0)) // self.page_size)
         return RaggedBatch(
-            page_table=self._tensor(self._table[sequences, :columns]),
-            kv_lens=self._tensor(new.astype(np.int32)),
-            query_start=self._tensor(np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32)),
-            slots=self._tensor(self._slots(sequences[rows], positions)),
-            positions=self._tensor(positions),
+            page_table=self._table[sequences, :columns],
+            kv_lens=new.astype(np.int32),
+            query_start=np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32),
+            slots=self._slots(sequences[rows], positions),
+            positions=positions,
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:

@@ -9,31 +9,34 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from equivtest.decoder.config import ModelConfig
-from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
-from equivtest.decoder.linear import Linear
+from equivtest.decoder.graphs import MAX_GRAPH_ROWS, StepGraphs
+from equivtest.decoder.kv_cache import IntArray, PagedKVCache, RaggedBatch
 from equivtest.errors import InvalidSetting, UnsupportedModel
-from equivtest.kernels.contract import KernelBackend
+from equivtest.kernels.contract import AttentionPlan, AttentionShape, KernelBackend, LayerOps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """One layer's weights; projections that share an input are one matrix."""
+    """One layer's weights; projections that share an input are one matrix.
+
+    Matrices are as `LayerOps.linear` made them.
+    """
 
     attention_norm: Tensor  # [hidden_size]
-    query_key_value: Linear  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    query_key_value: Any  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
     query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
-    output: Linear  # [hidden_size, num_heads * head_dim]
+    output: Any  # [hidden_size, num_heads * head_dim]
     mlp_norm: Tensor  # [hidden_size]
-    gate_up: Linear  # [2 * intermediate_size, hidden_size]
-    down: Linear  # [hidden_size, intermediate_size]
+    gate_up: Any  # [2 * intermediate_size, hidden_size]
+    down: Any  # [hidden_size, intermediate_size]
 
 
 class Model:
@@ -55,15 +58,17 @@ class Model:
         self.config, self.backend, self.dtype, self.device = config, backend, dtype, torch.device(device)
         taker = _Taker(config, weights, dtype, self.device)
         self._embedding = taker.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self._layers = [_layer(config, taker, f"model.layers.{i}") for i in range(config.num_layers)]
+        ops = backend.layers
+        self._layers = [_layer(config, taker, ops, f"model.layers.{i}") for i in range(config.num_layers)]
         self._norm = taker.take("model.norm.weight", (config.hidden_size,))
         if config.tied_embeddings:
             taker.ignore("lm_head.weight")
-            self._head = Linear(self._embedding)
+            self._head = ops.linear(self._embedding)
         else:
-            self._head = Linear(taker.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+            self._head = ops.linear(taker.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         taker.finish()
-        self._cos, self._sin = _rotary_tables(config, dtype, self.device)
+        self._rotary = _rotary_tables(config, dtype, self.device)
+        self._graphs = self._new_graphs()
 
     def first_layers(self, num_layers: int) -> Model:
         """The model that ends after so many layers, with this one's embedding, norm and head; weights are shared.
@@ -74,12 +79,16 @@ class Model:
         part = copy.copy(self)
         part.config = dataclasses.replace(self.config, num_layers=num_layers)
         part._layers = self._layers[:num_layers]
+        part._graphs = part._new_graphs()
         return part
+
+    def _new_graphs(self) -> StepGraphs | None:
+        return StepGraphs(self) if self.device.type == "cuda" and self.backend.capabilities.graphs else None
 
     @torch.inference_mode()
     def forward(
         self,
-        token_ids: Tensor,  # int64 [num_rows]
+        token_ids: Tensor,  # int64 [num_rows], on the device
         batch: RaggedBatch,
         kv: PagedKVCache,
         *,
@@ -90,61 +99,100 @@ class Model:
         Writes the rows' keys and values into `kv.pages`. With `num_layers` only the first layers run (early exit) and
         only their keys and values are written.
         """
-        depth = self.config.num_layers if num_layers is None else num_layers
-        self._require_depth(depth)
-        if token_ids.shape != batch.slots.shape:
-            raise InvalidSetting("token_ids", tuple(token_ids.shape), f"must have shape {list(batch.slots.shape)}")
-        cos = self._cos.index_select(0, batch.positions).unsqueeze(1)  # [num_rows, 1, head_dim]
-        sin = self._sin.index_select(0, batch.positions).unsqueeze(1)
-        # Rows of `kv.pages[layer]` seen as [num_pages * 2 * page_size, ...]: a page's keys, then its values.
-        key_rows = batch.slots + torch.div(batch.slots, kv.page_size, rounding_mode="floor") * kv.page_size
-        value_rows = key_rows + kv.page_size
-        hidden = self._embedding.index_select(0, token_ids)
-        for layer, pages in zip(self._layers[:depth], kv.pages, strict=False):
-            normed = _rms_norm(hidden, layer.attention_norm, self.config.rms_norm_eps)
-            query, key, value = self._project(layer, normed, cos, sin)
-            rows = pages.flatten(0, 2)
-            rows.index_copy_(0, key_rows, key)
-            rows.index_copy_(0, value_rows, value)
-            attended = self.backend.paged_attention(query, pages, batch.page_table, batch.kv_lens, batch.query_start)
-            hidden = layer.output(attended.flatten(1)).add_(hidden)
-            normed = _rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            hidden = layer.down(functional.silu(gate).mul_(up)).add_(hidden)
-        return _rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        rows = batch.on(self.device)
+        plan = self.backend.plan_attention(rows.attention, self.attention_shape(kv))
+        if token_ids.shape != rows.slots.shape:
+            raise InvalidSetting("token_ids", tuple(token_ids.shape), f"must have shape {list(rows.slots.shape)}")
+        hidden = self.layers_forward(token_ids, rows.slots, rows.positions, plan, kv, num_layers=num_layers)
+        return self.backend.layers.rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def step_logits(
+        self,
+        token_ids: Tensor,  # int64 [num_rows], on the host or the device
+        batch: RaggedBatch,
+        kv: PagedKVCache,
+        *,
+        only: IntArray | None = None,
+    ) -> Tensor:
+        """Logits [num_rows, vocab_size] of a forward: one step of decoding, of a shape that will come again.
+
+        only: the rows whose logits are wanted. On a CUDA device it is a graph, and the logits are in its memory: the
+        next step of the same shape overwrites them.
+        """
+        rows = None if only is None else torch.from_numpy(only).to(self.device)
+        if self._graphs is not None and len(token_ids) <= MAX_GRAPH_ROWS:
+            logits = self._graphs.logits(token_ids, batch, kv)
+            return logits if rows is None else logits.index_select(0, rows)
+        hidden = self.forward(token_ids.to(self.device), batch, kv)
+        return self.logits(hidden if rows is None else hidden.index_select(0, rows))
+
+    @torch.inference_mode()
+    def greedy(
+        self,
+        token_ids: Tensor,  # int64 [B]
+        batches: Sequence[RaggedBatch],  # K of B rows each
+        kv: PagedKVCache,
+        *,
+        num_layers: int | None = None,
+    ) -> Tensor:
+        """The greedy continuation by K tokens: int64 [B, K] on the device; every batch feeds what the last one gave."""
+        if self._graphs is not None and len(token_ids) <= MAX_GRAPH_ROWS:
+            return self._graphs.greedy(token_ids, batches, kv, num_layers=num_layers)
+        fed, columns = token_ids.to(self.device), []
+        for batch in batches:
+            fed = self.logits(self.forward(fed, batch, kv, num_layers=num_layers)).argmax(dim=-1)
+            columns.append(fed)
+        return torch.stack(columns, dim=1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states [num_rows, hidden_size]: [num_rows, vocab_size] in the model's dtype."""
-        return self._head(hidden)
+        """Logits of hidden states [num_rows, hidden_size] of `forward`: [num_rows, vocab_size] in the model's dtype."""
+        product: Tensor = self.backend.layers.product(hidden, self._head)
+        return product
+
+    def attention_shape(self, kv: PagedKVCache) -> AttentionShape:
+        """What the backend needs to know to plan attention over `kv`."""
+        config = self.config
+        return AttentionShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, kv.page_size, kv.pages.shape[1], self.dtype
+        )
+
+    def layers_forward(
+        self,
+        token_ids: Tensor,  # int64 [num_rows]
+        slots: Tensor,  # int64 [num_rows], see RaggedBatch
+        positions: Tensor,  # int64 [num_rows]
+        plan: AttentionPlan,
+        kv: PagedKVCache,
+        *,
+        num_layers: int | None = None,
+    ) -> Tensor:
+        """Hidden states before the final norm, [num_rows, hidden_size].
+
+        Device work alone, so that a graph can hold it.
+        """
+        depth = self.config.num_layers if num_layers is None else num_layers
+        self._require_depth(depth)
+        ops, config, eps = self.backend.layers, self.config, self.config.rms_norm_eps
+        hidden = self._embedding.index_select(0, token_ids)
+        for layer, pages in zip(self._layers[:depth], kv.pages, strict=False):
+            heads = ops.normed_linear(hidden, layer.attention_norm, eps, layer.query_key_value)
+            heads = heads.view(len(hidden), -1, config.head_dim)
+            query = ops.rotate_and_store(heads, self._rotary, positions, layer.query_key_norm, eps, pages, slots)
+            attended = self.backend.paged_attention(query, pages, plan)
+            hidden = ops.add_linear(hidden, attended.flatten(1), layer.output)
+            gated = ops.normed_gate(hidden, layer.mlp_norm, eps, layer.gate_up)
+            hidden = ops.add_linear(hidden, gated, layer.down)
+        return hidden
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [num_rows, vocab_size] of what `layers_forward` returns."""
+        return self.backend.layers.normed_linear(hidden, self._norm, self.config.rms_norm_eps, self._head)
 
     def _require_depth(self, num_layers: int) -> None:
         if not 0 < num_layers <= self.config.num_layers:
             raise InvalidSetting("num_layers", num_layers, f"must be in 1..{self.config.num_layers}")
-
-    def _project(self, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [num_rows, num_heads, head_dim] and key [num_rows, num_kv_heads, head_dim], rotated, and value."""
-        config = self.config
-        num_rotated = config.num_heads + config.num_kv_heads
-        heads = layer.query_key_value(normed).view(len(normed), -1, config.head_dim)
-        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
-        if layer.query_key_norm is not None:
-            rotated = _rms_norm(rotated, layer.query_key_norm, config.rms_norm_eps)
-        rotated = _rotate(rotated, cos, sin)
-        return rotated[:, : config.num_heads].contiguous(), rotated[:, config.num_heads :], value
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension in float32, cast back, times weight."""
-    wide = x.float()
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    normed: Tensor = (wide * scale).to(x.dtype).mul_(weight)
-    return normed
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _rotary_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -185,7 +233,7 @@ class _Taker:
             raise UnsupportedModel(self._model, f"weights that this decoder does not use: {names}")
 
 
-def _layer(config: ModelConfig, taker: _Taker, prefix: str) -> _Layer:
+def _layer(config: ModelConfig, taker: _Taker, ops: LayerOps, prefix: str) -> _Layer:
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     query_key_norm = None
@@ -195,7 +243,7 @@ def _layer(config: ModelConfig, taker: _Taker, prefix: str) -> _Layer:
         query_key_norm = torch.cat((query.expand(heads, dim), key.expand(kv_heads, dim)))
     return _Layer(
         attention_norm=taker.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        query_key_value=Linear(
+        query_key_value=ops.linear(
             torch.cat(
                 (
                     taker.take(f"{prefix}.self_attn.q_proj.weight", (heads * dim, hidden)),
@@ -205,9 +253,9 @@ def _layer(config: ModelConfig, taker: _Taker, prefix: str) -> _Layer:
             )
         ),
         query_key_norm=query_key_norm,
-        output=Linear(taker.take(f"{prefix}.self_attn.o_proj.weight", (hidden, heads * dim))),
+        output=ops.linear(taker.take(f"{prefix}.self_attn.o_proj.weight", (hidden, heads * dim))),
         mlp_norm=taker.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate_up=Linear(
+        gate_up=ops.linear(
             torch.cat(
                 (
                     taker.take(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
@@ -215,5 +263,5 @@ def _layer(config: ModelConfig, taker: _Taker, prefix: str) -> _Layer:
                 )
             )
         ),
-        down=Linear(taker.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
+        down=ops.linear(taker.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
     )

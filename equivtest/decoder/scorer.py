@@ -319,9 +319,9 @@ class _TeacherForcing:
         for start in range(0, len(prompt) - 1, self._max_rows):
             stop = min(start + self._max_rows, len(prompt) - 1)
             piece = torch.tensor(prompt[start:stop], device=self.model.device)
-            self.model.forward(piece, prompt_batch(start, stop, self.model.device), kv)
+            self.model.forward(piece, prompt_batch(start, stop), kv)
         fed = torch.from_numpy(prefixes.fed(samples.token_ids, prompt[-1])).to(self.model.device)
-        return self.model.forward(fed, prefixes.batch(len(prompt) - 1, self.model.device), kv)
+        return self.model.forward(fed, prefixes.batch(len(prompt) - 1), kv)
 
     def _cache(self, num_pages: int) -> PagedKVCache:
         """Pages of one token, the last cache reused when it is large enough. Which page holds what is said by the

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from equivtest.decoder.kv_cache import RaggedBatch
 from equivtest.decoder.stages import Int64Array
@@ -54,7 +52,7 @@ class SharedPrefixes:
         before = np.concatenate([np.full((len(token_ids), 1), last_prompt_token), token_ids[:, :-1]], axis=1)
         return np.ascontiguousarray(before[self.is_new])
 
-    def batch(self, prompt_pages: int, device: torch.device) -> RaggedBatch:
+    def batch(self, prompt_pages: int) -> RaggedBatch:
         """The forward that feeds every node, in a cache with pages of one token whose first `prompt_pages` hold all of
         the prompt but its last token; node k takes the page after them."""
         own = np.flatnonzero(self.is_new.any(axis=1))  # a sample that is another's double has nothing to feed
@@ -66,11 +64,10 @@ class SharedPrefixes:
             num_new=self.is_new[own].sum(axis=1),
             slots=np.arange(self.num_nodes) + prompt_pages,
             positions=np.nonzero(self.is_new)[1] + prompt_pages,
-            device=device,
         )
 
 
-def prompt_batch(start: int, stop: int, device: torch.device) -> RaggedBatch:
+def prompt_batch(start: int, stop: int) -> RaggedBatch:
     """The forward that feeds tokens start:stop of a prompt, token t on page t."""
     return _ragged(
         table=np.arange(stop)[None],
@@ -78,7 +75,6 @@ def prompt_batch(start: int, stop: int, device: torch.device) -> RaggedBatch:
         num_new=np.array([stop - start]),
         slots=np.arange(start, stop),
         positions=np.arange(start, stop),
-        device=device,
     )
 
 
@@ -94,15 +90,11 @@ def _ragged(
     num_new: Int64Array,
     slots: Int64Array,
     positions: Int64Array,
-    device: torch.device,
 ) -> RaggedBatch:
-    def tensor(array: np.ndarray, dtype: type) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(device)
-
     return RaggedBatch(
-        page_table=tensor(table, np.int32),
-        kv_lens=tensor(lengths, np.int32),
-        query_start=tensor(np.concatenate([[0], np.cumsum(num_new)]), np.int32),
-        slots=tensor(slots, np.int64),
-        positions=tensor(positions, np.int64),
+        page_table=np.ascontiguousarray(table, np.int32),
+        kv_lens=np.ascontiguousarray(lengths, np.int32),
+        query_start=np.concatenate([[0], np.cumsum(num_new)]).astype(np.int32),
+        slots=np.ascontiguousarray(slots, np.int64),
+        positions=np.ascontiguousarray(positions, np.int64),
     )

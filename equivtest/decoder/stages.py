@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from equivtest.decoder.kv_cache import PagedKVCache
@@ -75,15 +76,61 @@ class StepInput:
         )
 
 
-class Drafts(NamedTuple):
-    """What a drafter offers. Rows may differ in how many; K is the widest row."""
+class Drafts:
+    """What a drafter offers. Rows may differ in how many; K is the widest row.
 
-    token_ids: Int64Array
-    """[B, K]; entries at or past num_draft are ignored."""
-    num_draft: Int32Array
-    """[B], 0..K; 0 is a plain row."""
-    probs: Tensor | None
-    """[B, K, vocab_size], the law q each draft was drawn from; None: a point mass at each draft."""
+    num_draft: int32 [B] on the host, 0..K; 0 is a plain row. probs: [B, K, vocab_size], the law q each draft was drawn
+    from; None: a point mass at each draft.
+    """
+
+    def __init__(self, token_ids: Int64Array | Tensor, num_draft: Int32Array, probs: Tensor | None) -> None:
+        """token_ids: [B, K], where the drafter made them, on the host or on a device; entries at or past num_draft are
+        ignored."""
+        self._token_ids, self.num_draft, self.probs = token_ids, num_draft, probs
+        self._on_host: Int64Array | None = token_ids if isinstance(token_ids, np.ndarray) else None
+
+    @property
+    def width(self) -> int:
+        """K."""
+        return int(self._token_ids.shape[1])
+
+    @property
+    def token_ids(self) -> Int64Array:
+        """int64 [B, K] on the host. Waits for the device where they were made, unless the host has read them."""
+        if self._on_host is None:
+            assert isinstance(self._token_ids, Tensor)
+            self._on_host = self._token_ids.cpu().numpy()
+        return self._on_host
+
+    @property
+    def unread(self) -> Tensor | None:
+        """[B, K] on their device, where the host has not read them yet."""
+        return self._token_ids if self._on_host is None and isinstance(self._token_ids, Tensor) else None
+
+    def have_read(self, token_ids: Int64Array) -> None:
+        """Somebody has read them along with something else."""
+        self._on_host = token_ids
+
+    def on(self, device: torch.device) -> Tensor:
+        """int64 [B, K] on `device`."""
+        held = self._token_ids
+        return (torch.from_numpy(held) if isinstance(held, np.ndarray) else held).to(device)
+
+    def cut(self, width: int) -> Drafts:
+        """The first `width` drafts of each row."""
+        token_ids = self._token_ids[:, :width]
+        probs = None if self.probs is None or width == 0 else self.probs[:, :width].contiguous()
+        if isinstance(token_ids, np.ndarray):
+            return Drafts(np.ascontiguousarray(token_ids), self.num_draft, probs)
+        return Drafts(token_ids.contiguous(), self.num_draft, probs)
+
+    def rows(self, stop: int) -> Drafts:
+        """Those of the first `stop` batch rows."""
+        return Drafts(self._token_ids[:stop], self.num_draft[:stop], None if self.probs is None else self.probs[:stop])
+
+    def with_probs(self, probs: Tensor | None) -> Drafts:
+        """The same drafts, said to be drawn from another law."""
+        return Drafts(self._token_ids, self.num_draft, probs)
 
     @classmethod
     def none(cls, batch: int) -> Drafts:
@@ -149,6 +196,16 @@ class CommitStage(Protocol):
         ...
 
 
+class FusedStage(Protocol):
+    """Verify and accept in one, without the laws in memory: the same tokens from the same coins."""
+
+    def stands_for(self, stages: Stages, step: StepInput) -> bool:
+        """Whether these stages, in this step, are the ones that it does in one."""
+        ...
+
+    def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> SpecAccept: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """One decoder step. `dataclasses.replace` swaps a stage."""
@@ -160,12 +217,17 @@ class Stages:
     accept: AcceptStage
     report: ReportStage
     commit: CommitStage
+    fused: FusedStage | None = None
+    """Takes the place of verify and accept where neither is wrapped and nobody asks for what verify writes."""
 
     def run(self, step: StepInput) -> int:
         """One step of the batch. Returns the number of tokens it committed."""
         drafts = self.propose(step)
         scored = self.forward(step, drafts)
-        target_probs = self.verify(step, drafts, self.process(step, drafts, scored))
+        processed = self.process(step, drafts, scored)
+        if self.fused is not None and self.fused.stands_for(self, step):
+            return self.commit(step, drafts, self.fused(step, drafts, processed), None)
+        target_probs = self.verify(step, drafts, processed)
         accepted = self.accept(step, drafts, target_probs)
         logprobs = self.report(step, drafts, scored, target_probs, accepted)
         return self.commit(step, drafts, accepted, logprobs)

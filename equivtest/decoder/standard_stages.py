@@ -6,13 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equivtest.decoder.acceptance import RoutedAcceptance, acceptance_rule
+from equivtest.decoder.acceptance import RoutedAcceptance, acceptance_rule, fused_acceptance
 from equivtest.decoder.drafters.base import Drafter
 from equivtest.decoder.logit_processing import process_logits, row_texts
 from equivtest.decoder.model import Model
 from equivtest.decoder.request_table import NO_LOGPROBS, RAW
 from equivtest.decoder.stages import Drafts, Float32Array, Int64Array, Scored, Stages, StepInput
 from equivtest.errors import InvalidKernelInput
+from equivtest.kernels.checks import raise_refusal
 from equivtest.kernels.contract import KernelBackend, SpecAccept
 
 
@@ -35,9 +36,7 @@ class DrafterPropose:
                 row=row,
                 value=int(drafts.num_draft[row]),
             )
-        width = int(drafts.num_draft.max(initial=0))
-        probs = drafts.probs if drafts.probs is None or width == 0 else drafts.probs[:, :width].contiguous()
-        return Drafts(np.ascontiguousarray(drafts.token_ids[:, :width]), drafts.num_draft, probs if width else None)
+        return drafts.cut(int(drafts.num_draft.max(initial=0)))
 
 
 class RaggedForward:
@@ -47,12 +46,23 @@ class RaggedForward:
         self.model = model
 
     def __call__(self, step: StepInput, drafts: Drafts) -> Scored:
-        block = np.concatenate([step.last_token_ids[:, None], drafts.token_ids], axis=1)
-        batch_rows, slots = np.nonzero(np.arange(block.shape[1]) <= drafts.num_draft[:, None])
+        batch_rows, slots = np.nonzero(np.arange(drafts.width + 1) <= drafts.num_draft[:, None])
         batch = step.kv.extend(step.sequences, drafts.num_draft.astype(np.int64) + 1)
-        token_ids = torch.from_numpy(block[batch_rows, slots]).to(self.model.device)
-        hidden = self.model.forward(token_ids, batch, step.kv)
-        return Scored(self.model.logits(hidden), batch_rows, slots)
+        token_ids = fed_token_ids(step, drafts, batch_rows, slots)
+        return Scored(self.model.step_logits(token_ids, batch, step.kv), batch_rows, slots)
+
+
+def fed_token_ids(step: StepInput, drafts: Drafts, batch_rows: Int64Array, slots: Int64Array) -> Tensor:
+    """int64 [num_rows], the tokens that these rows feed: on the host, or on the device that holds the drafts."""
+    if drafts.unread is None:
+        block = np.concatenate([step.last_token_ids[:, None], drafts.token_ids], axis=1)
+        return torch.from_numpy(block[batch_rows, slots])
+    last = torch.from_numpy(step.last_token_ids).to(drafts.unread.device, non_blocking=True)
+    on_device = torch.cat([last[:, None], drafts.unread], dim=1).view(-1)
+    if len(batch_rows) == len(on_device):
+        return on_device
+    index = torch.from_numpy(batch_rows * (drafts.width + 1) + slots).to(on_device.device, non_blocking=True)
+    return on_device.index_select(0, index)
 
 
 class ProcessLogits:
@@ -72,7 +82,7 @@ class LawVerify:
         self.backend, self.plain_backend = backend, plain_backend
 
     def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> Tensor:
-        num_draft = drafts.token_ids.shape[1]
+        num_draft = drafts.width
         target_probs = step.scratch.probs(step.batch, num_draft)
         out = target_probs.view(-1, target_probs.shape[-1])
         places = scored.batch_rows * (num_draft + 1) + scored.slots
@@ -128,8 +138,7 @@ class CommitEmitted:
         return step.table.up_to_stop(step.requests, output_token_ids, counts)
 
     def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
-        output_token_ids: Int64Array = accepted.output_token_ids.cpu().numpy()
-        emitted: Int64Array = accepted.emitted.cpu().numpy().astype(np.int64)
+        output_token_ids, emitted = read_step(accepted, drafts)
         counts = self.crop(step, output_token_ids, emitted + 1)
         num_tokens = step.table.append(
             step.requests,
@@ -147,6 +156,27 @@ class CommitEmitted:
         return num_tokens
 
 
+def read_step(accepted: SpecAccept, drafts: Drafts) -> tuple[Int64Array, Int64Array]:
+    """output_token_ids [B, K+1] and emitted [B] on the host, int64: the one wait for the device in a step.
+
+    Drafts that are still on the device come along. Raises InvalidKernelInput where a kernel refused a row.
+    """
+    batch, width = accepted.output_token_ids.shape
+    parts = [accepted.output_token_ids.reshape(-1), accepted.emitted.long()]
+    if accepted.refusal is not None:
+        parts.append(accepted.refusal.view(torch.int64))
+    if drafts.unread is not None:
+        parts.append(drafts.unread.reshape(-1))
+    read: Int64Array = torch.cat(parts).cpu().numpy()
+    sizes = np.cumsum([len(part) for part in parts])
+    output_token_ids, emitted, *rest = np.split(read, sizes[:-1])
+    if accepted.refusal is not None:
+        raise_refusal("accept_logits", rest.pop(0).view(np.float64))
+    if drafts.unread is not None:
+        drafts.have_read(rest.pop(0).reshape(batch, drafts.width))
+    return output_token_ids.reshape(batch, width), emitted
+
+
 def standard_stages(
     model: Model,
     backend: KernelBackend,
@@ -157,12 +187,15 @@ def standard_stages(
 ) -> Stages:
     """The stages of a correct decoder; `plain_backend` serves rows that `backend` cannot represent (default: all)."""
     plain = plain_backend or backend
+    verify = LawVerify(backend, plain)
+    accept = RoutedAcceptance(acceptance_rule(acceptance, backend), plain)
     return Stages(
         propose=DrafterPropose(drafter),
         forward=RaggedForward(model),
         process=ProcessLogits(),
-        verify=LawVerify(backend, plain),
-        accept=RoutedAcceptance(acceptance_rule(acceptance, backend), plain),
+        verify=verify,
+        accept=accept,
         report=ReportLogprobs(),
         commit=CommitEmitted(),
+        fused=fused_acceptance(verify, accept, backend, acceptance),
     )

@@ -44,7 +44,7 @@ class MisdeclaredProposal:
 
     def __call__(self, step: StepInput) -> Drafts:
         drafts = self.propose(step)
-        return drafts if drafts.probs is None else drafts._replace(probs=self.laws.aside.view_as(drafts.probs))
+        return drafts if drafts.probs is None else drafts.with_probs(self.laws.aside.view_as(drafts.probs))
 
 
 def _right(kernels: KernelBackend, logits: Tensor, params: RowParams) -> Tensor:

@@ -50,7 +50,7 @@ class NoisedProposal:
         u = uniforms(np.arange(vocab_size), np.zeros(vocab_size, np.int64), Purpose.DRAFT, _FAULTS_DRAW)
         noise = torch.from_numpy(-np.log1p(-u)).clamp(min=_SMALLEST_NOISE).to(device, drafts.probs.dtype)
         turned = torch.cat([noise, noise]).unfold(0, vocab_size, 1)[turns]
-        return drafts._replace(probs=drafts.probs / turned.view_as(drafts.probs))
+        return drafts.with_probs(drafts.probs / turned.view_as(drafts.probs))
 
 
 class ZeroRows:

@@ -98,7 +98,7 @@ class StaleQ:
         at = (on_device(rows, declared), on_device(slots, declared))
         stale = declared.clone()
         stale[at] = old_probs[at]
-        return drafts._replace(probs=stale)
+        return drafts.with_probs(stale)
 
 
 class OneTooMany:

@@ -89,14 +89,14 @@ class ContiguousSlots:
 
     def __call__(self, step: StepInput, drafts: Drafts) -> Scored:
         def guess(batch: RaggedBatch) -> RaggedBatch:
-            pages, lengths = batch.page_table.cpu().numpy().copy(), batch.kv_lens.cpu().numpy()
+            pages, lengths = batch.page_table.copy(), batch.kv_lens
             _, first, group = np.unique(pages[:, 0], return_index=True, return_inverse=True)
             rows = drafted(drafts)
             owners = first[group[rows]]
             ends = (np.arange(pages.shape[1]) + 1) * step.kv.page_size
             written = np.minimum(lengths[rows, None], ends) <= lengths[owners, None]
             pages[rows] = np.where(written, pages[owners], pages[rows])
-            return dataclasses.replace(batch, page_table=on_device(pages, batch.page_table))
+            return dataclasses.replace(batch, page_table=pages)
 
         return self.inner(_with_batch(step, guess), drafts)
 
@@ -109,9 +109,9 @@ class ShortMask:
 
     def __call__(self, step: StepInput, drafts: Drafts) -> Scored:
         def shorten(batch: RaggedBatch) -> RaggedBatch:
-            short = batch.kv_lens - on_device(drafts.num_draft, batch.kv_lens)
+            short = batch.kv_lens - drafts.num_draft
             # A kernel refuses fewer tokens than rows, so the shortest prompts are masked less.
-            return dataclasses.replace(batch, kv_lens=torch.maximum(short, batch.query_start.diff()))
+            return dataclasses.replace(batch, kv_lens=np.maximum(short, np.diff(batch.query_start)))
 
         return self.inner(_with_batch(step, shorten), drafts)
 

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from equivtest.decoder.acceptance import ChainAcceptance, MatchAcceptance, RoutedAcceptance
-from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
+from equivtest.decoder.kv_cache import IntArray, PagedKVCache, RaggedBatch
 from equivtest.decoder.model import Model
 from equivtest.decoder.stages import Drafts, ProposeStage, Stages, StepInput
 from equivtest.errors import InvalidSetting
@@ -26,13 +25,11 @@ class UnrotatedModel:
     def __init__(self, model: Model) -> None:
         self.model, self.config, self.device = model, model.config, model.device
 
-    def forward(self, token_ids: Tensor, batch: RaggedBatch, kv: PagedKVCache) -> Tensor:
-        return self.model.forward(
-            token_ids, dataclasses.replace(batch, positions=torch.zeros_like(batch.positions)), kv
-        )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
+    def step_logits(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: PagedKVCache, *, only: IntArray | None = None
+    ) -> Tensor:
+        moved = dataclasses.replace(batch, positions=np.zeros_like(batch.positions))
+        return self.model.step_logits(token_ids, moved, kv, only=only)
 
 
 def match_acceptance() -> Fault:
@@ -54,7 +51,7 @@ def one_hot_q() -> Fault:
     def wrap(stages: Stages) -> Stages:
         require_sampled_drafter(stages, "one_hot_q")
         inner = stages.propose
-        return dataclasses.replace(stages, propose=lambda step: inner(step)._replace(probs=None))
+        return dataclasses.replace(stages, propose=lambda step: inner(step).with_probs(None))
 
     return _variant("one_hot_q", "propose", wrap, "sampled drafts are judged as sure ones", drafter=SAMPLED_DRAFTER)
 

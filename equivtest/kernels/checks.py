@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput, UnsupportedSampling
-from equivtest.kernels.contract import MAX_HEAD_DIM, KernelBackend, RowParams, SpecScratch, Streams
+from equivtest.kernels.contract import (
+    MAX_HEAD_DIM,
+    REFUSALS,
+    AttentionBatch,
+    AttentionShape,
+    HostBatch,
+    KernelBackend,
+    RowParams,
+    SpecScratch,
+    Streams,
+)
 from equivtest.records import SamplingParams
 
 
@@ -129,67 +141,74 @@ def check_sample(backend: KernelBackend, target_probs: Tensor, streams: Streams,
         raise InvalidKernelInput(op, "out must be contiguous")
 
 
+def check_attention_batch(backend: KernelBackend, batch: AttentionBatch, shape: AttentionShape) -> None:
+    """Shapes, dtypes, lengths and page ids of a plan_attention call; row means sequence.
+
+    Looks at the host's copy of the values, so that nothing waits for the device.
+    """
+    op = "plan_attention"
+    if shape.dtype not in backend.capabilities.attention_dtypes:
+        raise InvalidKernelInput(op, f"{backend.name} has no attention in this dtype", value=shape.dtype)
+    if not 1 <= shape.head_dim <= MAX_HEAD_DIM:
+        raise InvalidKernelInput(op, f"head_dim must be in 1..{MAX_HEAD_DIM}", value=shape.head_dim)
+    heads = shape.num_heads, shape.num_kv_heads
+    if 0 in heads or shape.page_size == 0:
+        problem = "num_heads, num_kv_heads and page_size must be above 0"
+        raise InvalidKernelInput(op, problem, value=(*heads, shape.page_size))
+    if heads[0] % heads[1]:
+        raise InvalidKernelInput(op, "num_heads must be a multiple of num_kv_heads", value=heads)
+    page_table, kv_lens, query_start = batch.host
+    if page_table.ndim != 2:
+        raise InvalidKernelInput(op, "page_table must be [B, max_pages]", value=page_table.shape)
+    num_sequences, max_pages = page_table.shape
+    for name, column, length in (("kv_lens", kv_lens, num_sequences), ("query_start", query_start, num_sequences + 1)):
+        if column.shape != (length,):
+            raise InvalidKernelInput(op, f"{name} must have shape [{length}]", value=column.shape)
+    for name in HostBatch._fields:
+        on_host, on_device = getattr(batch.host, name), getattr(batch, name)
+        _check_shape(op, name, on_device, on_host.shape)
+        _check_dtype(op, name, on_device, torch.int32)
+        if on_host.dtype != np.int32:
+            raise InvalidKernelInput(op, f"{name} must be int32 on the host too", value=on_host.dtype)
+    _check_device(op, backend, **batch._asdict() | {"host": batch.page_table})
+    rows_each = np.diff(query_start)
+    if query_start[0] != 0:
+        raise InvalidKernelInput(op, "query_start must start at 0", row=0, value=int(query_start[0]))
+    used = np.arange(0, max_pages * shape.page_size, shape.page_size) < kv_lens[:, None]
+    wrong_page = used & ((page_table < 0) | (page_table >= shape.num_pages))
+    for problem, values, wrong in (
+        ("query_start must not decrease", rows_each, rows_each < 0),
+        (
+            "kv_lens must count at least the sequence's own rows and fit its pages",
+            kv_lens,
+            (kv_lens < rows_each) | (kv_lens > max_pages * shape.page_size),
+        ),
+    ):
+        if wrong.any():
+            worst = int(wrong.argmax())
+            raise InvalidKernelInput(op, problem, row=worst, value=int(values[worst]))
+    if wrong_page.any():
+        sequence, page = (int(index[0]) for index in wrong_page.nonzero())
+        raise InvalidKernelInput(
+            op, "page id must be one of kv_pages", row=sequence, value=int(page_table[sequence, page])
+        )
+
+
 def check_paged_attention(
-    backend: KernelBackend, query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor
+    backend: KernelBackend, query: Tensor, kv_pages: Tensor, batch: AttentionBatch, shape: AttentionShape
 ) -> None:
-    """Shapes, dtypes and devices of a paged_attention call."""
+    """Query and pages of a paged_attention call against what was planned."""
     op = "paged_attention"
     _check_rank(op, "query", query, ("num_rows", "num_heads", "head_dim"))
-    _check_rank(op, "kv_pages", kv_pages, ("num_pages", "2", "page_size", "num_kv_heads", "head_dim"))
-    _check_rank(op, "page_table", page_table, ("B", "max_pages"))
-    _, num_heads, head_dim = query.shape
-    num_pages, _, page_size, num_kv_heads, _ = kv_pages.shape
-    batch = page_table.shape[0]
-    if query.dtype not in (torch.float32, torch.bfloat16):
-        raise InvalidKernelInput(op, "query must be torch.float32 or torch.bfloat16", value=query.dtype)
-    _check_dtype(op, "kv_pages", kv_pages, query.dtype)
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise InvalidKernelInput(op, f"head_dim must be in 1..{MAX_HEAD_DIM}", value=head_dim)
-    if num_heads == 0 or num_kv_heads == 0 or page_size == 0:
-        problem = "num_heads, num_kv_heads and page_size must be above 0"
-        raise InvalidKernelInput(op, problem, value=(num_heads, num_kv_heads, page_size))
-    if num_heads % num_kv_heads:
-        raise InvalidKernelInput(op, "num_heads must be a multiple of num_kv_heads", value=(num_heads, num_kv_heads))
-    _check_shape(op, "kv_pages", kv_pages, (num_pages, 2, page_size, num_kv_heads, head_dim))
-    _check_shape(op, "kv_lens", kv_lens, (batch,))
-    _check_shape(op, "query_start", query_start, (batch + 1,))
-    for name, tensor in (("page_table", page_table), ("kv_lens", kv_lens), ("query_start", query_start)):
-        _check_dtype(op, name, tensor, torch.int32)
-    _check_device(
-        op, backend, query=query, kv_pages=kv_pages, page_table=page_table, kv_lens=kv_lens, query_start=query_start
-    )
-
-
-def check_paged_attention_values(
-    query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor
-) -> None:
-    """Lengths and page ids of a paged_attention call that `check_paged_attention` passed; row means sequence.
-
-    Apart from the shapes because a backend may do this in its kernel, where it costs nothing.
-    """
-    op = "paged_attention"
-    num_rows, num_pages = query.shape[0], kv_pages.shape[0]
-    page_size, max_pages = kv_pages.shape[2], page_table.shape[1]
-    rows_each = query_start.diff()
-    _check_values(op, "query_start must not decrease", rows_each, rows_each < 0)
-    ends = query_start[[0, -1]]
-    _check_values(
-        op,
-        "query_start must run from 0 to the number of query rows",
-        ends,
-        ends != torch.tensor([0, num_rows], device=ends.device),
-    )
-    _check_values(
-        op,
-        "kv_lens must count at least the sequence's own rows and fit its pages",
-        kv_lens,
-        (kv_lens < rows_each) | (kv_lens > max_pages * page_size),
-    )
-    used = torch.arange(0, max_pages * page_size, page_size, device=kv_lens.device) < kv_lens[:, None]
-    wrong = used & ((page_table < 0) | (page_table >= num_pages))
-    wrong_rows = wrong.any(dim=1)
-    first_wrong = page_table.gather(1, wrong.int().argmax(dim=1, keepdim=True)).squeeze(1) if max_pages else kv_lens
-    _check_values(op, "page id must be one of kv_pages", first_wrong, wrong_rows)
+    _check_shape(op, "query", query, (query.shape[0], shape.num_heads, shape.head_dim))
+    pages = (shape.num_pages, 2, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    _check_shape(op, "kv_pages", kv_pages, pages)
+    _check_dtype(op, "query", query, shape.dtype)
+    _check_dtype(op, "kv_pages", kv_pages, shape.dtype)
+    _check_device(op, backend, query=query, kv_pages=kv_pages, page_table=batch.page_table)
+    num_rows = int(batch.host.query_start[-1])
+    if query.shape[0] < num_rows or (query.shape[0] > num_rows and not backend.capabilities.graphs):
+        raise InvalidKernelInput(op, f"query must have {num_rows} rows", value=query.shape[0])
 
 
 def _check_streams(op: str, streams: Streams, batch: int, max_draft: int) -> None:
@@ -233,3 +252,10 @@ def _check_values(op: str, problem: str, values: Tensor, wrong: Tensor) -> None:
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise InvalidKernelInput(op, problem, row=row, value=values[row].item())
+
+
+def raise_refusal(op: str, refusal: npt.NDArray[np.float64]) -> None:
+    """Raise InvalidKernelInput for what a kernel left in `SpecAccept.refusal` (float64 [3], read by the host)."""
+    problem, row, value = refusal.tolist()
+    if problem:
+        raise InvalidKernelInput(op, REFUSALS[int(problem)], row=int(row), value=value)

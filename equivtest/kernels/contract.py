@@ -56,7 +56,7 @@ class Capabilities:
     attention_dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16})
     """Dtypes of queries, keys and values that `paged_attention` takes: those that a model may have."""
     fused: bool = False
-    """It has `accept_logits`: acceptance from logits, without probabilities in memory."""
+    """It is a `FusedBackend`: accepts from logits, without probabilities in memory."""
     graphs: bool = False
     """A CUDA graph may hold its `paged_attention` and layers: they read nothing on the host."""
 
@@ -126,6 +126,7 @@ class AttentionShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     page_size: int
+    num_pages: int
     dtype: torch.dtype
 
 
@@ -138,7 +139,8 @@ class HostBatch(NamedTuple):
 
 
 class AttentionBatch(NamedTuple):
-    """Whose rows attend to what, in one forward. On the device, with a copy on the host for backends that plan there."""
+    """Whose rows attend to what, in one forward. On the device, with a copy on the host for backends that plan
+    there."""
 
     page_table: Tensor  # int32 [B, max_pages]; entries past a sequence's length are ignored
     kv_lens: Tensor  # int32 [B], length of each sequence including this call's rows
@@ -251,8 +253,8 @@ class KernelBackend(Protocol):
     ) -> AttentionPlan:
         """Get ready for the attention calls of one forward, one a layer.
 
-        reuse: a plan whose calls a CUDA graph holds. It is brought up to date in its own memory and returned; `batch` is
-        then of the same shape, with empty sequences at its end.
+        reuse: a plan whose calls a CUDA graph holds. It is brought up to date in its own memory and returned; `batch`
+        is then of the same shape, with empty sequences at its end.
         Raises InvalidKernelInput naming the sequence for lengths or pages that cannot be.
         """
         ...
@@ -265,13 +267,17 @@ class KernelBackend(Protocol):
     ) -> Tensor:
         """Causal grouped-query attention over paged keys and values, scale 1/sqrt(head_dim), float32 accumulation.
 
-        Row j of the n rows of sequence b sees positions 0 .. kv_lens[b] - n + j. Returns the shape of `query`. Rows
-        past query_start[B] belong to nobody: their output is anything finite.
+        Row j of the n rows of sequence b sees positions 0 .. kv_lens[b] - n + j. Returns the shape of `query`. With
+        capabilities.graphs there may be rows past query_start[B], which belong to nobody: their output is finite.
         """
         ...
 
     @property
     def layers(self) -> LayerOps: ...
+
+
+class FusedBackend(KernelBackend, Protocol):
+    """A backend with capabilities.fused."""
 
     def accept_logits(
         self,
@@ -286,7 +292,7 @@ class KernelBackend(Protocol):
         rule: AcceptanceRule,
         scratch: SpecScratch,
     ) -> SpecAccept:
-        """`verify_probs` and then the acceptance rule, in one: for backends with capabilities.fused.
+        """`verify_probs` and then the acceptance rule, in one.
 
         Same law, same coins, same tokens, without the probabilities in memory. Does not wait for the device: values
         that it refuses are told in `refusal` of the result.
@@ -303,6 +309,10 @@ class LayerOps(Protocol):
 
     def linear(self, weight: Tensor) -> Any:
         """Lay a weight out for this machine, once."""
+        ...
+
+    def product(self, x: Tensor, weight: Any) -> Tensor:
+        """x @ weight.T: [num_rows, out_features]."""
         ...
 
     def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -331,5 +341,8 @@ class LayerOps(Protocol):
         kv_pages: Tensor,  # [num_pages, 2, page_size, num_kv_heads, head_dim]
         slots: Tensor,  # int64 [num_rows], page * page_size + offset
     ) -> Tensor:
-        """Rotate queries and keys, write keys and values to their slots, return queries [num_rows, num_heads, head_dim]."""
+        """Rotate queries and keys, write keys and values to their slots.
+
+        Returns queries [num_rows, num_heads, head_dim].
+        """
         ...

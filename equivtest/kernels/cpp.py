@@ -10,9 +10,26 @@ import torch
 from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput
-from equivtest.kernels.checks import check_paged_attention, check_sample, check_spec_accept, check_verify_probs
-from equivtest.kernels.contract import Capabilities, RowParams, SpecAccept, SpecScratch, Streams
+from equivtest.kernels.checks import (
+    check_attention_batch,
+    check_paged_attention,
+    check_sample,
+    check_spec_accept,
+    check_verify_probs,
+)
+from equivtest.kernels.contract import (
+    AttentionBatch,
+    AttentionPlan,
+    AttentionShape,
+    Capabilities,
+    RowParams,
+    SpecAccept,
+    SpecScratch,
+    Streams,
+)
 from equivtest.kernels.extension import cache_dir, load_extension
+from equivtest.kernels.torch_layers import TorchLayers
+from equivtest.rng import Purpose
 
 _FAULT = re.compile(r"row=(?P<row>\d+) value=(?P<value>\S+) problem=(?P<problem>[^\n]*)")
 """How kernels_ext/bindings.cpp words a row whose values it refuses."""
@@ -67,30 +84,41 @@ class CppBackend:
             None if draft_probs is None else draft_probs.contiguous(),
             streams.keys.contiguous(),
             streams.positions.contiguous(),
-            *result,
+            *result[:3],
         )
         return result
 
-    def sample(self, target_probs: Tensor, streams: Streams, *, out: Tensor) -> Tensor:
+    def sample(
+        self, target_probs: Tensor, streams: Streams, *, out: Tensor, purpose: Purpose = Purpose.PLAIN
+    ) -> Tensor:
         check_sample(self, target_probs, streams, out)
         keys, positions = (column.contiguous() for column in streams)
-        _call("sample", torch.ops.equivtest.sample, target_probs.contiguous(), keys, positions, out)
+        _call("sample", torch.ops.equivtest.sample, target_probs.contiguous(), keys, positions, int(purpose), out)
         return out
 
-    def paged_attention(
-        self, query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor
-    ) -> Tensor:
-        check_paged_attention(self, query, kv_pages, page_table, kv_lens, query_start)
+    @property
+    def layers(self) -> TorchLayers:
+        return TorchLayers()
+
+    def plan_attention(
+        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+    ) -> tuple[AttentionBatch, AttentionShape]:
+        check_attention_batch(self, batch, shape)
+        return batch, shape
+
+    def paged_attention(self, query: Tensor, kv_pages: Tensor, plan: AttentionPlan) -> Tensor:
+        batch, shape = plan
+        check_paged_attention(self, query, kv_pages, batch, shape)
         if not kv_pages.is_contiguous():
             problem = "kv_pages must be contiguous: a copy of the cache at every call is never meant"
             raise InvalidKernelInput("paged_attention", problem, value=kv_pages.stride())
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        inputs = (query.contiguous(), kv_pages, page_table.contiguous(), kv_lens.contiguous(), query_start.contiguous())
-        _call("paged_attention", torch.ops.equivtest.paged_attention, *inputs, out)
+        columns = (column.contiguous() for column in (batch.page_table, batch.kv_lens, batch.query_start))
+        _call("paged_attention", torch.ops.equivtest.paged_attention, query.contiguous(), kv_pages, *columns, out)
         return out
 
 
-def _call(op: str, kernel: Callable[..., None], *args: Tensor | None) -> None:
+def _call(op: str, kernel: Callable[..., None], *args: Tensor | int | None) -> None:
     """Run a kernel; a row it refuses becomes InvalidKernelInput."""
     try:
         kernel(*args)
@@ -101,5 +129,5 @@ def _call(op: str, kernel: Callable[..., None], *args: Tensor | None) -> None:
         raise InvalidKernelInput(op, fault["problem"], row=int(fault["row"]), value=float(fault["value"])) from None
 
 
-def _writes_in_place(*args: Tensor | None) -> None:
+def _writes_in_place(*args: Tensor | int | None) -> None:
     """The fake of every op: they return nothing and change only what their schema marks."""

@@ -87,12 +87,12 @@ def cpu_identity() -> str:
     return " ".join([platform.machine(), *(found[0] for found in (features, model) if found)])
 
 
-def install(home: Path, build: Callable[[Path], None]) -> None:
+def install(home: Path, build: Callable[[Path], None], *, backend: str = "cpp") -> None:
     """Run `build` in a new folder beside `home` and rename that to `home`; of several at once, the first stays.
 
     Raises KernelUnavailable where the folder that holds `home` cannot be made or written, and what `build` raises.
     """
-    with _usable(home.parent):
+    with _usable(home.parent, backend):
         home.parent.mkdir(parents=True, exist_ok=True)
         for leftover in home.parent.glob("*.building-*"):
             # One that has gone since it was listed belonged to a build that has just finished.
@@ -106,19 +106,19 @@ def install(home: Path, build: Callable[[Path], None]) -> None:
         with contextlib.suppress(OSError):
             folder.rename(home)
         if not home.is_dir():
-            raise KernelUnavailable("cpp", f"the build could not be moved to {home}")
+            raise KernelUnavailable(backend, f"the build could not be moved to {home}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _usable(cache: Path) -> Iterator[None]:
+def _usable(cache: Path, backend: str = "cpp") -> Iterator[None]:
     """Turn a folder that cannot be made, read or written into KernelUnavailable."""
     try:
         yield
     except OSError as error:
         problem = f"the folder for compiled kernels, {cache}, cannot be used: {error.strerror or error}"
-        raise KernelUnavailable("cpp", f"{problem}; make it writable or use --kernels reference") from error
+        raise KernelUnavailable(backend, f"{problem}; make it writable or use --kernels reference") from error
 
 
 def _compile_and_load(root: Path, folder: Path) -> None:

@@ -5,18 +5,30 @@ Written to be read: it sorts, gathers and masks whole tensors. The float64 optio
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.checks import (
+    check_attention_batch,
     check_paged_attention,
-    check_paged_attention_values,
     check_sample,
     check_spec_accept,
     check_verify_probs,
 )
-from equivtest.kernels.contract import PADDING, Capabilities, RowParams, SpecAccept, SpecScratch, Streams
+from equivtest.kernels.contract import (
+    PADDING,
+    AttentionBatch,
+    AttentionPlan,
+    AttentionShape,
+    Capabilities,
+    RowParams,
+    SpecAccept,
+    SpecScratch,
+    Streams,
+)
+from equivtest.kernels.torch_layers import TorchLayers
 from equivtest.rng import Purpose, uniforms
 
 _MAX_ATTENTION_ENTRIES = 1 << 27
@@ -117,32 +129,42 @@ class ReferenceBackend:
         result.acceptance_telemetry.copy_(telemetry)
         return result
 
-    def sample(self, target_probs: Tensor, streams: Streams, *, out: Tensor) -> Tensor:
+    def sample(
+        self, target_probs: Tensor, streams: Streams, *, out: Tensor, purpose: Purpose = Purpose.PLAIN
+    ) -> Tensor:
         check_sample(self, target_probs, streams, out)
         if target_probs.shape[0] == 0:
             return out
         weights = target_probs.double()
         _check_probs("sample", "probabilities must be finite and at least 0", weights)
         _check_mass("sample", weights)
-        return out.copy_(_draw(weights, _coins(streams.keys, streams.positions, Purpose.PLAIN)))
+        return out.copy_(_draw(weights, _coins(streams.keys, streams.positions, purpose)))
 
-    def paged_attention(
-        self, query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor
-    ) -> Tensor:
-        check_paged_attention(self, query, kv_pages, page_table, kv_lens, query_start)
-        check_paged_attention_values(query, kv_pages, page_table, kv_lens, query_start)
+    @property
+    def layers(self) -> TorchLayers:
+        return TorchLayers()
+
+    def plan_attention(
+        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+    ) -> tuple[AttentionBatch, AttentionShape]:
+        check_attention_batch(self, batch, shape)
+        return batch, shape
+
+    def paged_attention(self, query: Tensor, kv_pages: Tensor, plan: AttentionPlan) -> Tensor:
+        batch, shape = plan
+        check_paged_attention(self, query, kv_pages, batch, shape)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        batch = kv_lens.shape[0]
-        longest = [int(counts.max()) if batch else 0 for counts in (query_start.diff(), kv_lens)]
+        num_sequences = len(batch.host.kv_lens)
+        longest = [int(counts.max(initial=0)) for counts in (np.diff(batch.host.query_start), batch.host.kv_lens)]
         if 0 in longest:
             return out
         # As many sequences at a time as keep the temporaries small: a loop over single ones would leave a GPU idle.
-        num_heads, head_dim = query.shape[1:]
-        entries = longest[1] * (2 * kv_pages.shape[3] * head_dim + longest[0] * num_heads)
+        entries = longest[1] * (2 * shape.num_kv_heads * shape.head_dim + longest[0] * shape.num_heads)
         block = max(1, _MAX_ATTENTION_ENTRIES // entries)
-        for first in range(0, batch, block):
+        for first in range(0, num_sequences, block):
             part = slice(first, first + block)
-            _attend(query, kv_pages, page_table[part], kv_lens[part], query_start[first : first + block + 1], out)
+            starts = batch.query_start[first : first + block + 1]
+            _attend(query, kv_pages, batch.page_table[part], batch.kv_lens[part], starts, out)
         return out
 
 

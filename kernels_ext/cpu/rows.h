@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "equivtest/fault.h"
+#include "equivtest/philox.h"
 
 namespace equivtest::cpu {
 
@@ -47,6 +48,7 @@ struct SampleRows {
   const float* target_probs;  // [batch, vocab_size]
   const int64_t* keys;        // [batch]
   const int64_t* positions;   // [batch]
+  Purpose purpose;            // of the coins
   int64_t vocab_size;
   int64_t* tokens;  // [batch]
 };

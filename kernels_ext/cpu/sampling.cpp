@@ -45,7 +45,7 @@ void sample_rows(const SampleRows& rows, int64_t begin, int64_t end, Fault* faul
   Drawer drawer;
   for (int64_t row = begin; row < end; ++row) {
     faults[row] = sample_row(rows.target_probs + row * rows.vocab_size, rows.vocab_size, rows.keys[row],
-                             rows.positions[row], drawer, rows.tokens + row);
+                             rows.positions[row], rows.purpose, drawer, rows.tokens + row);
   }
 }
 

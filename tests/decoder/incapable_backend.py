@@ -9,7 +9,19 @@ from torch import Tensor
 
 from equivtest.errors import UnsupportedSampling
 from equivtest.kernels.checks import check_verify_probs
-from equivtest.kernels.contract import Capabilities, KernelBackend, RowParams, SpecAccept, SpecScratch, Streams
+from equivtest.kernels.contract import (
+    AttentionBatch,
+    AttentionPlan,
+    AttentionShape,
+    Capabilities,
+    KernelBackend,
+    LayerOps,
+    RowParams,
+    SpecAccept,
+    SpecScratch,
+    Streams,
+)
+from equivtest.rng import Purpose
 
 
 class IncapableBackend:
@@ -41,14 +53,23 @@ class IncapableBackend:
         self._refuse_seeded(streams)
         return self.inner.spec_accept(draft_token_ids, num_draft, target_probs, draft_probs, streams, scratch=scratch)
 
-    def sample(self, target_probs: Tensor, streams: Streams, *, out: Tensor) -> Tensor:
-        self._refuse_seeded(streams)
-        return self.inner.sample(target_probs, streams, out=out)
-
-    def paged_attention(
-        self, query: Tensor, kv_pages: Tensor, page_table: Tensor, kv_lens: Tensor, query_start: Tensor
+    def sample(
+        self, target_probs: Tensor, streams: Streams, *, out: Tensor, purpose: Purpose = Purpose.PLAIN
     ) -> Tensor:
-        return self.inner.paged_attention(query, kv_pages, page_table, kv_lens, query_start)
+        self._refuse_seeded(streams)
+        return self.inner.sample(target_probs, streams, out=out, purpose=purpose)
+
+    def plan_attention(
+        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+    ) -> AttentionPlan:
+        return self.inner.plan_attention(batch, shape, reuse=reuse)
+
+    def paged_attention(self, query: Tensor, kv_pages: Tensor, plan: AttentionPlan) -> Tensor:
+        return self.inner.paged_attention(query, kv_pages, plan)
+
+    @property
+    def layers(self) -> LayerOps:
+        return self.inner.layers
 
     def _refuse_seeded(self, streams: Streams) -> None:
         if bool(torch.isin(streams.keys, torch.tensor(sorted(self.seeded_keys), dtype=torch.int64)).any()):

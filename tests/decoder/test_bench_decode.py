@@ -59,7 +59,7 @@ def test_unshared_prompts_hold_the_same_contents_on_pages_of_their_own() -> None
     sequences = np.array([kv.new_sequence()])
     batch = kv.extend(sequences, np.array([21]))
     kv.pages.flatten(1, 3)[:, batch.slots] = 1.0
-    contents = kv.pages[:, batch.page_table[0].long()].clone()
+    contents = kv.pages[:, batch.page_table[0].astype(np.int64)].clone()
     sequences = np.array([0, kv.fork(0), kv.fork(0)])
     decode._unshare(kv, sequences)
     assert kv.num_free_pages == 32 - 3 * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -41,15 +42,17 @@ class Twin:
             assert batch.kv_lens[i].item() == len(self.contents[sequence])
             assert self.read(batch.page_table[i], len(self.contents[sequence])) == self.contents[sequence]
 
-    def read(self, pages: torch.Tensor, length: int) -> list[int]:
-        return [int(x) for x in self.kv.pages[0, pages.long(), 0, :, 0, 0].flatten()[:length]]
+    def read(self, pages: npt.NDArray[np.int32], length: int) -> list[int]:
+        return [
+            int(x) for x in self.kv.pages[0, torch.from_numpy(pages.astype(np.int64)), 0, :, 0, 0].flatten()[:length]
+        ]
 
     def check(self) -> None:
         """Every sequence holds its own contents, and pages are neither lost nor counted twice."""
         tables = {s: self.kv._table[s, : -(-len(c) // self.kv.page_size)] for s, c in self.contents.items()}
         for sequence, contents in self.contents.items():
             assert self.kv.lengths(np.array([sequence])).tolist() == [len(contents)]
-            assert self.read(torch.from_numpy(tables[sequence]), len(contents)) == contents
+            assert self.read(tables[sequence], len(contents)) == contents
             slots = self.kv.slots(np.full(len(contents), sequence), np.arange(len(contents)))
             page, offset = torch.from_numpy(slots // self.kv.page_size), torch.from_numpy(slots % self.kv.page_size)
             assert self.kv.pages[0, page, 0, offset, 0, 0].tolist() == contents

@@ -56,7 +56,7 @@ def first_proposals(fault: Fault | None, kernels: str) -> tuple[Drafts, ModelDra
 
         def propose(step: StepInput) -> Drafts:
             drafts = faulty.propose(step)
-            seen.append(drafts if drafts.probs is None else drafts._replace(probs=drafts.probs.clone()))
+            seen.append(drafts if drafts.probs is None else drafts.with_probs(drafts.probs.clone()))
             return drafts
 
         return dataclasses.replace(faulty, propose=propose)

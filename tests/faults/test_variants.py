@@ -59,7 +59,7 @@ def run(fault: Fault | None, drafter: str) -> tuple[list[Generation], list[Propo
         def propose(step: StepInput) -> Drafts:
             drafts = faulty.propose(step)
             probs = None if drafts.probs is None else drafts.probs.clone()
-            seen.append(Proposal(step.last_token_ids, drafts._replace(probs=probs)))
+            seen.append(Proposal(step.last_token_ids, drafts.with_probs(probs)))
             return drafts
 
         return dataclasses.replace(faulty, propose=propose)

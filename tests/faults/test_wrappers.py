@@ -45,7 +45,7 @@ def test_only_drafts_that_are_offered_are_looked_at() -> None:
     assert torch.equal(offered.p, torch.stack([laws[1, 0, 2], laws[1, 1, 1], laws[2, 0, 1]]))
     assert offered.q.tolist() == [1, 1, 1]
     q = torch.rand(3, 2, 6, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(Offered.of(RAGGED._replace(probs=q), laws).q, torch.stack([q[1, 0, 2], q[1, 1, 1], q[2, 0, 1]]))
+    assert torch.equal(Offered.of(RAGGED.with_probs(q), laws).q, torch.stack([q[1, 0, 2], q[1, 1, 1], q[2, 0, 1]]))
 
 
 def test_rows_are_told_apart_by_what_they_judge() -> None:

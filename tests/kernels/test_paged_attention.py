@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from equivtest.errors import InvalidKernelInput
-from equivtest.kernels.contract import KernelBackend
+from equivtest.kernels.contract import AttentionBatch, AttentionShape, HostBatch, KernelBackend
 from equivtest.kernels.registry import get_backend
 
 
@@ -44,6 +44,23 @@ def paged_call(
         "kv_lens": torch.tensor(lengths, dtype=torch.int32),
         "query_start": torch.tensor([0, *torch.tensor(rows).cumsum(0)], dtype=torch.int32),
     }
+
+
+def attend(backend: KernelBackend, call: dict[str, Any]) -> Tensor:
+    """Plan and attend, for a model whose shape is the call's own."""
+    query, pages = call["query"], call["kv_pages"]
+    names = ("page_table", "kv_lens", "query_start")
+    host = HostBatch(*(call[name].numpy() for name in names))
+    batch = AttentionBatch(*(call[name] for name in names), host)
+    shape = AttentionShape(
+        num_heads=query.shape[-2],
+        num_kv_heads=pages.shape[3],
+        head_dim=query.shape[-1],
+        page_size=pages.shape[2],
+        num_pages=pages.shape[0],
+        dtype=query.dtype,
+    )
+    return backend.paged_attention(query, pages, backend.plan_attention(batch, shape))
 
 
 def dense(call: dict[str, Any]) -> Tensor:
@@ -83,7 +100,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_is_dense_attention(backend: KernelBackend, shape: str) -> None:
     call = paged_call(**SHAPES[shape])
-    out = backend.paged_attention(**call)
+    out = attend(backend, call)
     assert out.dtype == torch.float32
     assert out.shape == call["query"].shape
     torch.testing.assert_close(out.double(), dense(call), rtol=1e-5, atol=2e-6)
@@ -92,15 +109,15 @@ def test_float32_is_dense_attention(backend: KernelBackend, shape: str) -> None:
 @pytest.mark.parametrize("shape", ["decode", "verify", "a sequence without rows"])
 def test_the_reference_gives_the_same_in_blocks(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = paged_call(**SHAPES[shape])
-    whole = get_backend("reference").paged_attention(**call)
+    whole = attend(get_backend("reference"), call)
     monkeypatch.setattr("equivtest.kernels.reference._MAX_ATTENTION_ENTRIES", 1)
-    torch.testing.assert_close(get_backend("reference").paged_attention(**call), whole)
+    torch.testing.assert_close(attend(get_backend("reference"), call), whole)
 
 
 @pytest.mark.parametrize("shape", ["decode", "verify", "prefill", "group of three", "head_dim 24"])
 def test_bfloat16_is_dense_attention_rounded_once(backend: KernelBackend, shape: str) -> None:
     call = paged_call(**SHAPES[shape], dtype=torch.bfloat16)
-    out = backend.paged_attention(**call)
+    out = attend(backend, call)
     assert out.dtype == torch.bfloat16
     # Half a unit in bfloat16's eighth bit: the one rounding of the result; everything before it is float32.
     torch.testing.assert_close(out.double(), dense(call), rtol=2**-8 * 1.001, atol=2e-6)
@@ -112,32 +129,32 @@ def test_a_narrow_head_never_meets_what_an_earlier_call_left_in_memory(backend: 
     wide = paged_call([35, 4], [3, 4], head_dim=-(-head_dim // 16) * 16)
     wide["kv_pages"].fill_(torch.nan)
     for _ in range(4):
-        backend.paged_attention(**wide)
+        attend(backend, wide)
         call = paged_call([35, 4], [3, 4], head_dim=head_dim)
-        torch.testing.assert_close(backend.paged_attention(**call).double(), dense(call), rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(attend(backend, call).double(), dense(call), rtol=1e-5, atol=2e-6)
 
 
 def test_large_scores_do_not_overflow(backend: KernelBackend) -> None:
     call = paged_call([50], [4])
     call["query"] *= 300
-    torch.testing.assert_close(backend.paged_attention(**call).double(), dense(call), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(attend(backend, call).double(), dense(call), rtol=1e-3, atol=1e-3)
 
 
 def test_later_tokens_change_nothing(backend: KernelBackend) -> None:
     call = paged_call([40], [6], page_size=8)
-    before = backend.paged_attention(**call)
+    before = attend(backend, call)
     last_page = int(call["page_table"][0, 4])
     call["kv_pages"][last_page, :, 7] += 100.0  # token 39, which only row 5 sees
-    after = backend.paged_attention(**call)
+    after = attend(backend, call)
     assert torch.equal(before[:5], after[:5])
     assert not torch.equal(before[5], after[5])
 
 
 def test_slots_past_the_length_are_not_read(backend: KernelBackend) -> None:
     call = paged_call([35], [3])
-    before = backend.paged_attention(**call)
+    before = attend(backend, call)
     call["kv_pages"][int(call["page_table"][0, 2]), :, 3:] = math.nan
-    assert torch.equal(backend.paged_attention(**call), before)
+    assert torch.equal(attend(backend, call), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -145,7 +162,7 @@ def test_a_row_is_bitwise_the_same_alone_among_drafts_and_in_a_batch(dtype: torc
     """What plain decoding computes for a position is what verification computes for it."""
     backend = get_backend("cpp")
     call = paged_call([70, 50, 33], [40, 5, 1], num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype)
-    together = backend.paged_attention(**call)
+    together = attend(backend, call)
     for b, row, length in [(0, 0, 31), (0, 39, 70), (1, 40, 46), (1, 44, 50), (2, 45, 33)]:
         alone = {
             "query": call["query"][row : row + 1],
@@ -154,13 +171,13 @@ def test_a_row_is_bitwise_the_same_alone_among_drafts_and_in_a_batch(dtype: torc
             "kv_lens": torch.tensor([length], dtype=torch.int32),
             "query_start": torch.tensor([0, 1], dtype=torch.int32),
         }
-        assert torch.equal(backend.paged_attention(**alone)[0], together[row])
+        assert torch.equal(attend(backend, alone)[0], together[row])
 
 
 def test_a_nan_shows_in_the_rows_that_see_it_and_no_others(backend: KernelBackend) -> None:
     call = paged_call([20, 20], [2, 2])
     call["kv_pages"][int(call["page_table"][1, 0]), 0, 3] = math.nan
-    out = backend.paged_attention(**call)
+    out = attend(backend, call)
     assert out[:2].isfinite().all()
     assert out[2:].isnan().all()
 
@@ -171,12 +188,17 @@ BAD_CALLS = {
     "length past its pages": ("kv_lens", lambda x: x + torch.tensor([0, 1000], dtype=torch.int32), "kv_lens", 1),
     "length below its rows": ("kv_lens", lambda x: x * torch.tensor([1, 0], dtype=torch.int32), "kv_lens", 1),
     "rows that go back": ("query_start", lambda x: torch.tensor([0, 7, 5], dtype=torch.int32), "must not decrease", 1),
-    "rows that do not start at 0": ("query_start", lambda x: x.clamp(min=1), "run from 0", 0),
-    "rows that end early": ("query_start", lambda x: torch.tensor([0, 2, 4], dtype=torch.int32), "run from 0", 1),
+    "rows that do not start at 0": ("query_start", lambda x: x.clamp(min=1), "query_start must start at 0", 0),
+    "rows that end early": (
+        "query_start",
+        lambda x: torch.tensor([0, 2, 4], dtype=torch.int32),
+        "query must have 4 rows",
+        None,
+    ),
     "table dtype": ("page_table", lambda x: x.long(), "page_table", None),
     "lengths dtype": ("kv_lens", lambda x: x.long(), "kv_lens", None),
     "starts shape": ("query_start", lambda x: x[:-1], "query_start", None),
-    "query dtype": ("query", lambda x: x.double(), "query", None),
+    "query dtype": ("query", lambda x: x.double(), "no attention in this dtype", None),
     "query rank": ("query", lambda x: x[0], "query", None),
     "query device": ("query", lambda x: x.to("meta"), "device", None),
     "pages dtype": ("kv_pages", lambda x: x.bfloat16(), "kv_pages", None),
@@ -194,17 +216,17 @@ def test_a_wrong_call_is_refused(backend: KernelBackend, case: str) -> None:
     call = paged_call([40, 20], [2, 3])
     call[name] = change(call[name])
     with pytest.raises(InvalidKernelInput, match=problem) as caught:
-        backend.paged_attention(**call)
+        attend(backend, call)
     assert caught.value.row == row
 
 
 def test_a_head_that_is_too_wide_is_refused(backend: KernelBackend) -> None:
     with pytest.raises(InvalidKernelInput, match=r"head_dim must be in 1\.\.128"):
-        backend.paged_attention(**paged_call([5], [1], head_dim=129))
+        attend(backend, paged_call([5], [1], head_dim=129))
 
 
 def test_a_cache_that_is_not_contiguous_is_refused_rather_than_copied() -> None:
     call = paged_call([40, 20], [2, 3])
     call["kv_pages"] = call["kv_pages"].transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(InvalidKernelInput, match="contiguous"):
-        get_backend("cpp").paged_attention(**call)
+        attend(get_backend("cpp"), call)

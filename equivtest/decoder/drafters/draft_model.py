@@ -89,10 +89,10 @@ class ModelDrafter:
         probs = self._probs_for(step, width)
         for slot in range(width):
             rows = np.flatnonzero(step.limits > slot)
-            hidden = self._catch_up(step, rows) if slot == 0 else self._feed(step, rows, token_ids[rows, slot - 1])
+            logits = self._catch_up(step, rows) if slot == 0 else self._feed(step, rows, token_ids[rows, slot - 1])
             on_device = torch.from_numpy(rows).to(self.model.device)
             self.backend.verify_probs(
-                self.model.logits(hidden),
+                logits,
                 step.params.take(on_device),
                 out=probs.view(-1, probs.shape[-1]),
                 out_rows=on_device * width + slot,
@@ -113,7 +113,7 @@ class ModelDrafter:
         return self._call
 
     def _catch_up(self, step: StepInput, rows: Int64Array) -> Tensor:
-        """Feed the committed tokens the small model has not seen; hidden state of each row's last one."""
+        """Feed the committed tokens the small model has not seen; logits of each row's last one."""
         call = self._running
         sequences, lengths = call.sequences[step.requests[rows]], step.lengths[rows]
         # Everything the cache holds below the last committed token was either committed when it was fed or is a draft
@@ -124,13 +124,13 @@ class ModelDrafter:
         columns = np.arange(step.table.token_ids.shape[1])
         unseen = (columns >= seen[:, None]) & (columns < lengths[:, None])
         token_ids = step.table.token_ids[step.requests[rows]][unseen]
-        hidden = self.model.forward(torch.from_numpy(token_ids).to(self.model.device), batch, call.kv)
-        return hidden.index_select(0, batch.query_start[1:].long() - 1)
+        last = batch.query_start[1:].astype(np.int64) - 1
+        return self.model.step_logits(torch.from_numpy(token_ids), batch, call.kv, only=last)
 
     def _feed(self, step: StepInput, rows: Int64Array, token_ids: Int64Array) -> Tensor:
         call = self._running
         batch = call.kv.extend(call.sequences[step.requests[rows]], np.ones(len(rows), np.int64))
-        return self.model.forward(torch.from_numpy(token_ids).to(self.model.device), batch, call.kv)
+        return self.model.step_logits(torch.from_numpy(token_ids), batch, call.kv)
 
     def _probs_for(self, step: StepInput, width: int) -> Tensor:
         """A contiguous view [B, width, vocab_size] of a buffer that is allocated once and grows when it must."""

@@ -36,16 +36,9 @@ class EarlyExitDrafter(StatelessDrafter):
         return {"num_layers": self.num_layers, "model_layers": self.model.config.num_layers}
 
     def propose(self, step: StepInput) -> Drafts:
-        width = int(step.limits.max(initial=0))
-        token_ids = np.zeros((step.batch, width), np.int64)
-        fed = step.last_token_ids.copy()
-        for slot in range(width):
-            rows = np.flatnonzero(step.limits > slot)
-            batch = step.kv.extend(step.sequences[rows], np.ones(len(rows), np.int64))
-            feed = torch.from_numpy(fed[rows]).to(self.model.device)
-            hidden = self.model.forward(feed, batch, step.kv, num_layers=self.num_layers)
-            fed[rows] = self.model.logits(hidden).argmax(dim=-1).cpu().numpy()
-            token_ids[rows, slot] = fed[rows]
+        batches = step.kv.extend_by_ones(step.sequences, step.limits)
+        fed = torch.from_numpy(step.last_token_ids)
+        token_ids = self.model.greedy(fed, batches, step.kv, num_layers=self.num_layers)
         step.kv.truncate(step.sequences, step.lengths - 1)
         return Drafts(token_ids, step.limits.astype(np.int32), None)
 

@@ -50,11 +50,11 @@ Fault draw_recovered(const Weights& residual, int64_t vocab_size, double u, Draw
 
 }  // namespace detail
 
-// One draw from a row with the PLAIN coin of its position.
-inline Fault sample_row(const float* p, int64_t vocab_size, int64_t stream_key, int64_t position, Drawer& drawer,
-                        int64_t* token) {
+// One draw from a row with the coin of that purpose at its position.
+inline Fault sample_row(const float* p, int64_t vocab_size, int64_t stream_key, int64_t position, Purpose purpose,
+                        Drawer& drawer, int64_t* token) {
   if (Fault fault = check_probs(p, vocab_size)) return fault;
-  return detail::draw_from_target(p, vocab_size, uniform(stream_key, position, Purpose::kPlain), drawer, token);
+  return detail::draw_from_target(p, vocab_size, uniform(stream_key, position, purpose), drawer, token);
 }
 
 // Accepts, recovers or adds a token. Looks at each draft's own entries, and at all of the rows it draws from.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from equivtest.decoder.linear import Linear
+from equivtest.kernels.linear import Linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

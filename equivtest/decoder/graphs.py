@@ -1,0 +1,216 @@
+"""A model's steps as CUDA graphs: one launch where a forward has hundreds.
+
+A graph is captured once for every shape that occurs, with rows, sequences and page columns rounded up, and replayed
+with new inputs in the same memory. What only fills it up belongs to nobody: rows past the last sequence's are written
+to the cache's spare page, and sequences past the last are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
+from equivtest.kernels.contract import AttentionBatch, AttentionPlan, HostBatch
+
+if TYPE_CHECKING:
+    from equivtest.decoder.model import Model
+
+MAX_GRAPH_ROWS = 8192
+"""Forwards of more rows keep the device busy without a graph."""
+_ALIGNMENT = 16
+
+
+class StepGraphs:
+    """The graphs of one model. They hold a cache's memory: with another cache they are captured anew."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._pages = 0
+        self._pool: Any = None
+
+    def logits(self, token_ids: Tensor, batch: RaggedBatch, kv: PagedKVCache) -> Tensor:
+        """Logits [num_rows, vocab_size] of a forward of these rows, in memory that the next replay overwrites.
+
+        token_ids: int64 [num_rows], on the host or the device.
+        """
+        model, num_rows = self._model, len(batch.slots)
+        shape = _Shape.of([batch], num_rows)
+
+        def captured(inputs: _Inputs, plans: Sequence[AttentionPlan]) -> Tensor:
+            return model.head(
+                model.layers_forward(inputs.token_ids, inputs.slots[0], inputs.positions[0], plans[0], kv)
+            )
+
+        graph = self._graph((shape, "logits"), shape, kv, captured)
+        return graph.replay(token_ids, [batch])[:num_rows]
+
+    def greedy(
+        self, token_ids: Tensor, batches: Sequence[RaggedBatch], kv: PagedKVCache, *, num_layers: int | None = None
+    ) -> Tensor:
+        """The model's own greedy continuation, one token a row and batch: int64 [num_rows, len(batches)].
+
+        token_ids: int64 [num_rows], the last token of each row; the i-th batch feeds what the one before it gave.
+        """
+        model, num_rows = self._model, len(batches[0].slots)
+        shape = _Shape.of(batches, num_rows)
+
+        def captured(inputs: _Inputs, plans: Sequence[AttentionPlan]) -> Tensor:
+            fed, columns = inputs.token_ids, []
+            for index, plan in enumerate(plans):
+                hidden = model.layers_forward(
+                    fed, inputs.slots[index], inputs.positions[index], plan, kv, num_layers=num_layers
+                )
+                fed = model.head(hidden).argmax(dim=-1)
+                columns.append(fed)
+            return torch.stack(columns, dim=1)
+
+        graph = self._graph((shape, num_layers, "greedy"), shape, kv, captured)
+        return graph.replay(token_ids, batches)[:num_rows]
+
+    def _graph(
+        self,
+        key: tuple[object, ...],
+        shape: _Shape,
+        kv: PagedKVCache,
+        captured: Callable[[_Inputs, Sequence[AttentionPlan]], Tensor],
+    ) -> _Graph:
+        if self._pages != kv.pages.data_ptr():
+            self._graphs.clear()
+            self._pages = kv.pages.data_ptr()
+        if key not in self._graphs:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            self._graphs[key] = _Graph(self._model, kv, shape, captured, self._pool)
+        return self._graphs[key]
+
+
+class _Shape(NamedTuple):
+    """What a graph is captured for, each rounded up."""
+
+    num_sequences: int
+    num_rows: int
+    num_columns: int
+    num_batches: int
+
+    @classmethod
+    def of(cls, batches: Sequence[RaggedBatch], num_rows: int) -> _Shape:
+        num_sequences, num_columns = batches[0].page_table.shape
+        sequences = rounded_up(num_sequences)
+        rows_each = -(-num_rows // max(1, num_sequences))
+        return cls(sequences, max(sequences * rows_each, num_rows), 1 << (num_columns - 1).bit_length(), len(batches))
+
+
+def rounded_up(count: int) -> int:
+    """The batch size of the graph that serves `count` sequences: at most a third of it is idle, from 4 on."""
+    power = 1 << max(0, count - 1).bit_length()
+    return 3 * power // 4 if power >= 8 and count <= 3 * power // 4 else power
+
+
+class _Inputs:
+    """The inputs of a graph: one block of pinned memory, its twin on the device, and views of both by name."""
+
+    def __init__(self, shape: _Shape, device: torch.device) -> None:
+        sequences, rows, columns, batches = shape
+        fields = {
+            "token_ids": (np.int64, (rows,)),
+            "slots": (np.int64, (batches, rows)),
+            "positions": (np.int64, (batches, rows)),
+            "kv_lens": (np.int32, (batches, sequences)),
+            "query_start": (np.int32, (batches, sequences + 1)),
+            "page_table": (np.int32, (sequences, columns)),
+        }
+        offsets, size = {}, 0
+        for name, (dtype, extent) in fields.items():
+            offsets[name] = size
+            size += -(-int(np.prod(extent)) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.host: dict[str, npt.NDArray[np.generic]] = {}
+        on_device: dict[str, Tensor] = {}
+        for name, (dtype, extent) in fields.items():
+            stop = offsets[name] + int(np.prod(extent)) * np.dtype(dtype).itemsize
+            kind = torch.int64 if dtype is np.int64 else torch.int32
+            part = slice(offsets[name], stop)
+            self.host[name] = self._pinned[part].view(kind).view(extent).numpy()
+            on_device[name] = self._device[part].view(kind).view(extent)
+        self.token_ids, self.slots, self.positions = (on_device[n] for n in ("token_ids", "slots", "positions"))
+        self._attention = (on_device["page_table"], on_device["kv_lens"], on_device["query_start"])
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def attention(self, index: int) -> AttentionBatch:
+        """What the index-th batch attends to."""
+        table, kv_lens, query_start = self._attention
+        host = HostBatch(self.host["page_table"], self.host["kv_lens"][index], self.host["query_start"][index])  # type: ignore[arg-type]
+        return AttentionBatch(table, kv_lens[index], query_start[index], host)
+
+    def fill(self, token_ids: Tensor, batches: Sequence[RaggedBatch], spare_slot: int) -> None:
+        """Take new inputs; what is left over belongs to nobody."""
+        self._copied.synchronize()  # the block may still be on its way from the last time
+        host = self.host
+        host["page_table"].fill(0)
+        num_sequences, num_columns = batches[0].page_table.shape
+        host["page_table"][:num_sequences, :num_columns] = batches[0].page_table
+        for index, batch in enumerate(batches):
+            num_rows = len(batch.slots)
+            host["slots"][index, :num_rows], host["slots"][index, num_rows:] = batch.slots, spare_slot
+            host["positions"][index, :num_rows], host["positions"][index, num_rows:] = batch.positions, 0
+            host["kv_lens"][index, :num_sequences], host["kv_lens"][index, num_sequences:] = batch.kv_lens, 0
+            host["query_start"][index, : num_sequences + 1] = batch.query_start
+            host["query_start"][index, num_sequences + 1 :] = batch.query_start[-1]
+        on_host = token_ids.device.type == "cpu"
+        if on_host:
+            host["token_ids"][: len(token_ids)] = token_ids.numpy()
+        self._device.copy_(self._pinned, non_blocking=True)
+        self._copied.record()
+        if not on_host:
+            self.token_ids[: len(token_ids)].copy_(token_ids)
+
+
+class _Graph:
+    """One captured graph."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: PagedKVCache,
+        shape: _Shape,
+        captured: Callable[[_Inputs, Sequence[AttentionPlan]], Tensor],
+        pool: Any,
+    ) -> None:
+        self._backend, self._shape = model.backend, model.attention_shape(kv)
+        self._spare_slot = kv.spare_page * kv.page_size
+        self._inputs = _Inputs(shape, model.device)
+        empty = RaggedBatch(
+            page_table=np.zeros((0, shape.num_columns), np.int32),
+            kv_lens=np.zeros(0, np.int32),
+            query_start=np.zeros(1, np.int32),
+            slots=np.zeros(0, np.int64),
+            positions=np.zeros(0, np.int64),
+        )
+        self._inputs.fill(torch.zeros(0, dtype=torch.int64), [empty] * shape.num_batches, self._spare_slot)
+        self._plans = [
+            self._backend.plan_attention(self._inputs.attention(index), self._shape)
+            for index in range(shape.num_batches)
+        ]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # once without a graph: libraries allocate what they need at their first call
+            captured(self._inputs, self._plans)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._output = captured(self._inputs, self._plans)
+
+    def replay(self, token_ids: Tensor, batches: Sequence[RaggedBatch]) -> Tensor:
+        self._inputs.fill(token_ids, batches, self._spare_slot)
+        for index, plan in enumerate(self._plans):
+            self._plans[index] = self._backend.plan_attention(self._inputs.attention(index), self._shape, reuse=plan)
+        self._graph.replay()
+        return self._output
