@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from equivtest.decoder.drafters.base import Drafter
 from equivtest.decoder.kv_cache import PagedKVCache
@@ -17,7 +18,7 @@ from equivtest.decoder.routing import route, unsupported_feature
 from equivtest.decoder.stages import Int64Array, Stages, StepInput
 from equivtest.decoder.standard_stages import standard_stages
 from equivtest.errors import InvalidSetting
-from equivtest.kernels.contract import KernelBackend, SpecScratch, Streams
+from equivtest.kernels.contract import KernelBackend, RowParams, SpecScratch, Streams
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, Request
 
@@ -130,6 +131,7 @@ class Executor:
         )
         pool = PromptPool(self.model, kv, table, np.arange(len(table)))
         rows, sequences = np.empty(0, np.int64), np.empty(0, np.int64)
+        on_device = _OnDevice.of(table, rows)
         num_admitted = index = 0
         while num_admitted < len(table) or len(rows):
             num_new = min(self.max_batch - len(rows), len(table) - num_admitted)
@@ -141,8 +143,23 @@ class Executor:
                 rows, sequences = rows[order], sequences[order]
                 if drafter is not None:
                     drafter.admit(new[table.speculative[new]])
-            step = self._step_input(table, kv, scratch, rows, sequences, index, max_draft)
-            step = dataclasses.replace(step, num_main=int(len(rows) - needs_plain_backend[rows].sum()))
+            if not np.array_equal(on_device.rows, rows):
+                on_device = _OnDevice.of(table, rows)
+            # A round puts out at most num_draft + 1 tokens: this limit makes the last one fit exactly.
+            limits = np.minimum(max_draft, table.remaining[rows] - 1) * table.speculative[rows]
+            step = StepInput(
+                index=index,
+                table=table,
+                requests=rows,
+                num_main=int(len(rows) - needs_plain_backend[rows].sum()),
+                sequences=sequences,
+                lengths=table.lengths[rows],
+                limits=limits,
+                params=on_device.params,
+                streams=on_device.streams(table.generated[rows]),
+                kv=kv,
+                scratch=scratch,
+            )
             num_tokens = stages.run(step)
             index += 1
             if on_tokens is not None:
@@ -154,34 +171,6 @@ class Executor:
                     done = rows[finished]
                     drafter.release(done[table.speculative[done]])
                 rows, sequences = rows[~finished], sequences[~finished]
-
-    def _step_input(
-        self,
-        table: RequestTable,
-        kv: PagedKVCache,
-        scratch: SpecScratch,
-        rows: Int64Array,
-        sequences: Int64Array,
-        index: int,
-        max_draft: int,
-    ) -> StepInput:
-        on_device = torch.from_numpy(rows).to(self.model.device)
-        positions = torch.from_numpy(table.generated[rows]).to(self.model.device)
-        # A round puts out at most num_draft + 1 tokens: this limit makes the last one fit exactly.
-        limits = np.minimum(max_draft, table.remaining[rows] - 1) * table.speculative[rows]
-        return StepInput(
-            index=index,
-            table=table,
-            requests=rows,
-            num_main=len(rows),
-            sequences=sequences,
-            lengths=table.lengths[rows],
-            limits=limits,
-            params=table.params.take(on_device),
-            streams=Streams(table.stream_keys.index_select(0, on_device), positions),
-            kv=kv,
-            scratch=scratch,
-        )
 
     def _scratch_for(self, table: RequestTable) -> SpecScratch:
         """The scratch, allocated at the first call that needs its size and kept."""
@@ -195,3 +184,19 @@ class Executor:
             scratch.target_probs.zero_()[..., 0] = 1
             self._scratch = scratch
         return self._scratch
+
+
+class _OnDevice(NamedTuple):
+    """What the device holds of the running rows; made anew when they change."""
+
+    rows: Int64Array
+    params: RowParams
+    keys: Tensor
+
+    @classmethod
+    def of(cls, table: RequestTable, rows: Int64Array) -> _OnDevice:
+        index = torch.from_numpy(rows).to(table.stream_keys.device)
+        return cls(rows, table.params.take(index), table.stream_keys.index_select(0, index))
+
+    def streams(self, positions: Int64Array) -> Streams:
+        return Streams(self.keys, torch.from_numpy(positions).to(self.keys.device, non_blocking=True))

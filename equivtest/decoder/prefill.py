@@ -18,6 +18,9 @@ MAX_PREFILL_ROWS = 2048
 
 PAGE_SIZE = 16
 
+_GRAPH_LENGTH = 1024
+"""Tokens that a cache on a GPU has room for at the least."""
+
 
 class PromptPool:
     """Gives each request a KV sequence that holds its prompt but the last token, which the first step feeds."""
@@ -63,6 +66,10 @@ def cache_for(model: Model, table: RequestTable, *, max_batch: int, reuse: Paged
         and reuse.max_length >= longest
     ):
         return reuse
+    if model.device.type == "cuda":
+        # Graphs hold a cache's memory: one with room to spare serves prompts of other lengths too.
+        num_pages, longest = (1 << (count - 1).bit_length() for count in (num_pages, max(longest, _GRAPH_LENGTH)))
+        num_pages = max(num_pages, -(-longest // PAGE_SIZE))
     return PagedKVCache(
         model.config,
         num_pages=num_pages,

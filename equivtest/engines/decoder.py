@@ -80,6 +80,7 @@ class DecoderEngine:
             model,
             backend,
             drafter,
+            plain_backend=_plain_backend(backend, options.device),
             max_batch=options.max_batch,
             max_draft=options.draft_len,
             acceptance=options.acceptance,
@@ -135,7 +136,7 @@ class DecoderEngine:
             model, drafter = self._executor.model, self._executor.drafter
             self._scorer = Scorer(
                 model,
-                self._executor.backend,
+                self._executor.plain_backend,
                 draft_model=drafter.model if isinstance(drafter, ModelDrafter) else None,
                 eos_token_ids=self._executor.eos_token_ids,
                 **(_CUDA_SCORER_ROWS if model.device.type == "cuda" else {}),
@@ -167,7 +168,13 @@ def _resolve_kernels(options: EngineOptions) -> tuple[str, Mapping[str, str]]:
     """The name of the backend, and why those that `auto` would rather have had do not work."""
     if options.kernels != "auto":
         return options.kernels, {}
-    return resolve_auto() if options.device == "cpu" else ("reference", {"cpp": "it runs on the CPU only"})
+    return resolve_auto(options.device)
+
+
+def _plain_backend(backend: KernelBackend, device: str) -> KernelBackend | None:
+    """What draws for requests that the backend cannot represent; None: the executor's own choice."""
+    capable = backend.capabilities.min_p and backend.capabilities.per_request_seed
+    return None if capable or device == "cpu" else get_backend(resolve_auto(device)[0])
 
 
 def _default_dtype(device: str) -> torch.dtype:

@@ -13,11 +13,13 @@ from equivtest.kernels.contract import KernelBackend
 _MODULES = {
     "reference": "equivtest.kernels.reference",
     "cpp": "equivtest.kernels.cpp",
+    "flashinfer": "equivtest.kernels.flashinfer",
+    "cuda": "equivtest.kernels.cuda",
 }
 """Each module has `load() -> KernelBackend`, which raises KernelUnavailable with the cause."""
 
-_AUTO_ORDER = ("cpp", "reference")
-"""What `auto` tries on a CPU, in this order."""
+_AUTO_ORDER = {"cpu": ("cpp", "reference"), "cuda": ("cuda", "reference")}
+"""What `auto` tries on a device, in this order."""
 
 
 def known_backends() -> tuple[str, ...]:
@@ -38,10 +40,10 @@ def get_backend(name: str) -> KernelBackend:
     return load()
 
 
-def resolve_auto() -> tuple[str, dict[str, str]]:
-    """The first backend that works here, and why each one before it does not."""
+def resolve_auto(device: str = "cpu") -> tuple[str, dict[str, str]]:
+    """The first backend that works here on the device, and why each one before it does not."""
     refused: dict[str, str] = {}
-    for name in _AUTO_ORDER:
+    for name in _AUTO_ORDER[device]:
         try:
             get_backend(name)
         except KernelUnavailable as unavailable:

@@ -65,7 +65,7 @@ def test_unshared_prompts_hold_the_same_contents_on_pages_of_their_own() -> None
     assert kv.num_free_pages == 32 - 3 * 2
     after = kv.extend(sequences, np.ones(3, dtype=np.int64)).page_table
     assert len(set(after.flatten().tolist())) == 6
-    for pages in after.long():
+    for pages in after.astype(np.int64):
         assert torch.equal(kv.pages[:, pages], contents)
 
 

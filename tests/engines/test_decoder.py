@@ -135,7 +135,7 @@ def test_unknown_names_are_refused(smollm2_path: Path) -> None:
 def test_the_backend_that_auto_chose_is_said_before_the_model_is_fetched(
     kernels: str, refused: dict[str, str], lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("equivtest.engines.decoder.resolve_auto", lambda: ("reference", refused))
+    monkeypatch.setattr("equivtest.engines.decoder.resolve_auto", lambda device: ("reference", refused))
     options = EngineOptions(model=str(tmp_path / "nothing.gguf"), kernels=kernels)
     heard: list[str] = []
     with pytest.raises(ModelUnavailable):
