@@ -1,0 +1,285 @@
+"""The decoder on a GPU: golden logits and texts, graphs, one wait a step, and the CPU's tokens from the CPU's coins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from equivtest.decoder.drafters.registry import DrafterContext, make_drafter
+from equivtest.decoder.executor import Executor
+from equivtest.decoder.kv_cache import PagedKVCache
+from equivtest.decoder.model import Model
+from equivtest.decoder.stages import Stages, StepInput
+from equivtest.errors import KernelUnavailable
+from equivtest.kernels.contract import KernelBackend
+from equivtest.kernels.registry import get_backend
+from equivtest.records import Generation, Origin, Request, SamplingParams
+from equivtest.resources import resource_dir
+from tests.decoder.scenarios import CONFIGS, random_prompts, requests_for, texts
+from tests.decoder.tiny_models import tiny_checkpoint
+from tests.golden.test_logits import TEXT, TOLERANCE, hf_logits, relative_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from equivtest.decoder.weights import Checkpoint
+
+pytestmark = pytest.mark.gpu
+
+NUM_TOKENS = 64
+DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self")
+
+
+def available(name: str) -> KernelBackend:
+    try:
+        return get_backend(name)
+    except KernelUnavailable as unavailable:
+        pytest.skip(unavailable.reason)
+
+
+@pytest.fixture(scope="module", params=["cuda", "flashinfer"])
+def backend(request: pytest.FixtureRequest) -> KernelBackend:
+    return available(request.param)
+
+
+def on_gpu(checkpoint: Checkpoint, backend: KernelBackend, dtype: torch.dtype) -> Model:
+    return Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def float32(smollm2_checkpoint: Checkpoint) -> Model:
+    return on_gpu(smollm2_checkpoint, get_backend("cuda"), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def bfloat16(smollm2_checkpoint: Checkpoint, backend: KernelBackend) -> Model:
+    return on_gpu(smollm2_checkpoint, backend, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_checkpoint: Checkpoint) -> list[tuple[int, ...]]:
+    """The 8 prompts of the protocol."""
+    lines = (resource_dir("prompts") / "default.jsonl").read_text("utf-8").splitlines()
+    return [tuple(smollm2_checkpoint.tokenizer.encode_chat(json.loads(line)["messages"])) for line in lines]
+
+
+def cache(model: Model, num_sequences: int = 4) -> PagedKVCache:
+    return PagedKVCache(
+        model.config, num_pages=256, max_sequences=num_sequences, dtype=model.dtype, device=model.device
+    )
+
+
+def in_one_go(model: Model, token_ids: Tensor) -> Tensor:
+    """float32 logits [num_tokens, vocab_size] on the host, of one eager forward."""
+    kv = cache(model)
+    batch = kv.extend(np.array([kv.new_sequence()]), np.array([len(token_ids)]))
+    return model.logits(model.forward(token_ids.to(model.device), batch, kv)).float().cpu()
+
+
+def step_by_step(model: Model, token_ids: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The same in steps of these sizes, each a graph, beside a second sequence that is fed one token a step."""
+    kv, parts, start = cache(model), [], 0
+    text, other = kv.new_sequence(), kv.new_sequence()
+    for size in sizes:
+        batch = kv.extend(np.array([other, text]), np.array([1, size]))
+        fed = torch.cat((token_ids[start : start + 1], token_ids[start : start + size]))
+        parts.append(model.step_logits(fed, batch, kv)[1:].float().cpu())
+        start += size
+    assert start == len(token_ids)
+    return torch.cat(parts)
+
+
+def sizes_of(num_tokens: int) -> list[int]:
+    sizes = [1, 2, 1, 5, 3, 1, 1, 4] * num_tokens
+    cut = int(np.searchsorted(np.cumsum(sizes), num_tokens))
+    return [*sizes[:cut], num_tokens - sum(sizes[:cut])]
+
+
+def test_float32_logits_are_transformers(
+    float32: Model, smollm2_checkpoint: Checkpoint, hf_smollm2: PreTrainedModel
+) -> None:
+    token_ids = torch.tensor(smollm2_checkpoint.tokenizer.encode(TEXT))
+    expected = hf_logits(hf_smollm2, token_ids)
+    assert relative_error(in_one_go(float32, token_ids), expected) <= TOLERANCE
+    assert relative_error(step_by_step(float32, token_ids, sizes_of(len(token_ids))), expected) <= TOLERANCE
+
+
+def test_a_graph_that_is_fed_another_text_is_seen(float32: Model, smollm2_checkpoint: Checkpoint) -> None:
+    """The twin: graphs that kept an old input would give the old logits."""
+    token_ids = torch.tensor(smollm2_checkpoint.tokenizer.encode(TEXT))
+    sizes = sizes_of(len(token_ids))
+    assert relative_error(step_by_step(float32, token_ids.flip(0), sizes), in_one_go(float32, token_ids)) > 0.1
+
+
+def test_bfloat16_log_probabilities_are_near_transformers(
+    bfloat16: Model,
+    smollm2_checkpoint: Checkpoint,
+    hf_smollm2: PreTrainedModel,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Mean at most .06 and 99th percentile at most .20 over the tokens that transformers gives at least e^-10."""
+    token_ids = torch.tensor(smollm2_checkpoint.tokenizer.encode(TEXT))
+    expected = hf_logits(hf_smollm2, token_ids).log_softmax(-1)
+    likely = expected > -10
+    for logits in (in_one_go(bfloat16, token_ids), step_by_step(bfloat16, token_ids, sizes_of(len(token_ids)))):
+        delta = (logits.log_softmax(-1) - expected).abs()[likely]
+        mean, worst = float(delta.mean()), float(delta.quantile(0.99))
+        record_property("mean and 99th percentile of |delta logp|", f"{mean:.4f}, {worst:.4f}")
+        assert mean <= 0.06
+        assert worst <= 0.20
+
+
+def executor(model: Model, drafter: str, acceptance: str = "chain", max_batch: int = 8) -> Executor:
+    made = make_drafter(drafter, DrafterContext(target=model, backend=model.backend))
+    plain = None if model.backend.capabilities.min_p else get_backend("cuda")
+    return Executor(
+        model, model.backend, made, acceptance=acceptance, max_batch=max_batch, max_draft=3, plain_backend=plain
+    )
+
+
+def greedy(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
+    params = SamplingParams(temperature=0.0)
+    return [Request(prompt_token_ids=p, params=params, stream_key=0, max_tokens=NUM_TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize("acceptance", ["chain", "match"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_float32_greedy_text_is_the_same_with_speculation(
+    drafter: str, acceptance: str, float32: Model, prompts: list[tuple[int, ...]]
+) -> None:
+    made = executor(float32, drafter, acceptance)
+    plain = made.generate(greedy(prompts), speculative=False)
+    speculative = made.generate(greedy(prompts), speculative=True)
+    assert texts(speculative) == texts(plain)
+    assert any(Origin.ACCEPTED in g.origins for g in speculative)
+
+
+def test_float32_greedy_text_is_the_processors(
+    float32: Model, smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]
+) -> None:
+    """The CPU's text is transformers' text: tests/golden/test_greedy.py."""
+    here = executor(float32, "ngram").generate(greedy(prompts), speculative=False)
+    model = Model(smollm2_checkpoint.config, smollm2_checkpoint.weights, get_backend("cpp"))
+    there = Executor(model, get_backend("cpp"), None, max_batch=8).generate(greedy(prompts), speculative=False)
+    assert texts(here) == texts(there)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early_exit"])
+def test_bfloat16_greedy_texts_part_only_at_near_ties(
+    drafter: str, bfloat16: Model, prompts: list[tuple[int, ...]], record_property: Callable[[str, object], None]
+) -> None:
+    """Where the texts with and without speculation part, the two tokens are within .05 nat of each other."""
+    made = executor(bfloat16, drafter)
+    plain = made.generate(greedy(prompts), speculative=False)
+    speculative = made.generate(greedy(prompts), speculative=True)
+    gaps = [gap for gap in map(gap_of(bfloat16), prompts, plain, speculative) if gap is not None]
+    record_property(f"{len(gaps)} of {len(prompts)} texts part; gaps in nat", [round(gap, 4) for gap in gaps])
+    assert max(gaps, default=0.0) <= 0.05
+
+
+def gap_of(model: Model) -> Any:
+    """(prompt, plain, speculative) to the difference in log-probability of the two tokens where the texts part."""
+
+    def gap(prompt: tuple[int, ...], plain: Generation, speculative: Generation) -> float | None:
+        different = np.flatnonzero(plain.token_ids != speculative.token_ids)
+        if not len(different):
+            return None
+        first = int(different[0])
+        before = torch.tensor([*prompt, *plain.token_ids[:first].tolist()])
+        law = in_one_go(model, before)[-1].log_softmax(-1)
+        return abs(float(law[plain.token_ids[first]] - law[speculative.token_ids[first]]))
+
+    return gap
+
+
+@pytest.mark.parametrize("acceptance", ["chain", "match"])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("drafter", ["ngram", "early_exit", "sampled_exit"])
+def test_a_gpu_draws_what_the_processor_draws(drafter: str, config: str, acceptance: str) -> None:
+    """Same float32 weights, same coins: the same texts, but where a coin lies within rounding of a boundary."""
+    shape, weights = tiny_checkpoint("llama")
+    requests = requests_for(random_prompts(96), CONFIGS[config])
+    generated = []
+    for name, device in (("cuda", "cuda"), ("cpp", "cpu")):
+        model = Model(shape, weights, get_backend(name), device=device)
+        context = DrafterContext(target=model, backend=model.backend, early_exit_layers=2)
+        made = Executor(
+            model, model.backend, make_drafter(drafter, context), acceptance=acceptance, max_batch=64, max_draft=4
+        )
+        generated.append(texts(made.generate(requests, speculative=True)))
+        other = [dataclasses.replace(r, stream_key=r.stream_key ^ 1) for r in requests]
+        assert texts(made.generate(other, speculative=True)) != generated[-1], "the coins decide the text"
+    same = sum(here == there for here, there in zip(*generated, strict=True))
+    assert same >= 94, f"{same} of 96 texts agree"
+
+
+class CountWaits:
+    """Counts the waits for the device within every step."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.waits: list[int] = []
+        inner_propose, inner_commit = stages.propose, stages.commit
+        self._caught: Any = None
+
+        def propose(step: StepInput) -> Any:
+            self._caught = warnings.catch_warnings(record=True)
+            self._log = self._caught.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            return inner_propose(step)
+
+        def commit(*arguments: Any) -> int:
+            num_tokens = inner_commit(*arguments)
+            torch.cuda.set_sync_debug_mode("default")
+            self.waits.append(sum("synchroniz" in str(entry.message) for entry in self._log))
+            self._caught.__exit__(None, None, None)
+            return num_tokens
+
+        self.stages = dataclasses.replace(stages, propose=propose, commit=commit)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early_exit", None])
+def test_a_step_waits_for_the_device_once(
+    drafter: str | None, smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]
+) -> None:
+    """The one wait is for what was committed. The first call captures graphs, which wait for each other."""
+    model = on_gpu(smollm2_checkpoint, get_backend("cuda"), torch.bfloat16)
+    made = executor(model, drafter or "ngram")
+    requests = requests_for(prompts, CONFIGS["topp95"], max_tokens=24)
+    made.generate(requests, speculative=drafter is not None)
+    counted: list[CountWaits] = []
+
+    def count(stages: Stages) -> Stages:
+        counted.append(CountWaits(stages))
+        return counted[-1].stages
+
+    made.generate(requests, speculative=drafter is not None, fault=count)
+    assert len(counted[0].waits) > 5
+    assert set(counted[0].waits) == {1}
+
+
+def test_a_wait_too_many_is_counted(smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]) -> None:
+    """The twin: a forward stage that looks at a logit on the host."""
+    model = on_gpu(smollm2_checkpoint, get_backend("cuda"), torch.bfloat16)
+    made = executor(model, "early_exit")
+    counted: list[CountWaits] = []
+
+    def count(stages: Stages) -> Stages:
+        def forward(*arguments: Any) -> Any:
+            scored = stages.forward(*arguments)
+            float(scored.logits[0, 0])
+            return scored
+
+        counted.append(CountWaits(dataclasses.replace(stages, forward=forward)))
+        return counted[-1].stages
+
+    made.generate(requests_for(prompts, CONFIGS["topp95"], max_tokens=12), speculative=True, fault=count)
+    assert min(counted[0].waits) >= 2
