@@ -249,9 +249,16 @@ class KernelBackend(Protocol):
         ...
 
     def plan_attention(
-        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        for_graph: bool = False,
+        reuse: AttentionPlan | None = None,
     ) -> AttentionPlan:
         """Get ready for the attention calls of one forward, one a layer.
+
+        for_graph: a CUDA graph will hold those calls; no later batch of its has more rows or tokens than `batch`.
 
         reuse: a plan whose calls a CUDA graph holds. It is brought up to date in its own memory and returned; `batch`
         is then of the same shape, with empty sequences at its end.
