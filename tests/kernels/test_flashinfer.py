@@ -194,9 +194,7 @@ def test_out_rows_go_to_their_places_and_leave_the_others(backend: OnCpu) -> Non
     ("values", "problem"),
     [([1.0, np.nan], "NaN"), ([1.0, np.inf], "inf"), ([-np.inf, -np.inf], "at least one finite"), ([1e38, 0], "over")],
 )
-def test_logits_that_have_no_law_are_refused_with_their_row(
-    backend: OnCpu, values: list[float], problem: str
-) -> None:
+def test_logits_that_have_no_law_are_refused_with_their_row(backend: OnCpu, values: list[float], problem: str) -> None:
     logits = torch.tensor([[0.0, 1.0], values])
     with pytest.raises(InvalidKernelInput, match=problem) as caught:
         law(backend, logits, [SamplingParams(temperature=0.1)] * 2)
@@ -214,9 +212,7 @@ def test_what_it_cannot_represent_it_refuses(backend: OnCpu) -> None:
         *(torch.tensor(v, dtype=torch.int32) for v in ([[0]], [1], [0, 1])),
         HostBatch(*(np.array(v, np.int32) for v in ([[0]], [1], [0, 1]))),
     )
-    shape = AttentionShape(
-        num_heads=3, num_kv_heads=1, head_dim=64, page_size=16, num_pages=1, dtype=torch.float32
-    )
+    shape = AttentionShape(num_heads=3, num_kv_heads=1, head_dim=64, page_size=16, num_pages=1, dtype=torch.float32)
     with pytest.raises(InvalidKernelInput, match="no attention in this dtype"):
         check_attention_batch(backend, batch, shape)
     check_attention_batch(backend, batch, shape._replace(dtype=torch.bfloat16))

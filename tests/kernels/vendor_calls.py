@@ -1,4 +1,4 @@
-"""Calls of the FlashInfer backend that its tests make on the CPU with a fake FlashInfer and on a GPU with the real one."""
+"""Calls of the FlashInfer backend that tests make on the CPU with a fake FlashInfer and on a GPU with the real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equivtest.rng import stream_key
 Chain = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(draft_token_ids int64 [1, K], target_probs [1, K+1, vocab_size]) to output tokens [1, K+1] and emitted [1]."""
 
-NUM_ROUNDS = 3000
+NUM_ROUNDS = 2000
 
 
 def device_of(backend: KernelBackend) -> str:
