@@ -78,7 +78,7 @@ constexpr size_t shared_bytes() {
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) attend_tiles(const Attention call) {
+__global__ void __launch_bounds__(kThreads, kDim == 64 ? 2 : 1) attend_tiles(const Attention call) {
   // Each warp's running maximum [kWarps][kTile], sum [kWarps][kTile] and output [kWarps][kTile][kDim + 4].
   extern __shared__ float shared[];
   float* const shared_max = shared;

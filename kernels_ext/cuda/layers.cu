@@ -70,7 +70,7 @@ __device__ __forceinline__ void stage(const FewRows& call, uint4* staged, int nu
 
 // A warp computes kOuts products for each of up to kRows rows: of adjacent outputs, or of kOuts / 2 gates and their ups.
 template <int kRows, int kOuts, bool kGate>
-__global__ void __launch_bounds__(kThreads) few_rows(const FewRows call) {
+__global__ void __launch_bounds__(kThreads, 1) few_rows(const FewRows call) {
   extern __shared__ uint4 staged[];
   constexpr int kOutputs = kGate ? kOuts / 2 : kOuts;
   constexpr int kAhead = 8 / kOuts < 4 ? 8 / kOuts : 4;  // chunks of a weight row that a lane has on their way
