@@ -169,6 +169,10 @@ class SpecScratch:
         self.emitted = torch.empty(max_batch, dtype=torch.int32, device=device)
         self.acceptance_telemetry = torch.empty(max_batch, dtype=torch.int32, device=device)
         self.token_ids = torch.empty(max_batch * (max_draft + 1), dtype=torch.int64, device=device)
+        # What a kernel that judges every row by itself notes of it.
+        self.row_tokens = torch.empty(max_batch * (max_draft + 1), dtype=torch.int64, device=device)
+        self.row_accepts = torch.empty(max_batch * (max_draft + 1), dtype=torch.int32, device=device)
+        self.refusal = torch.zeros(3, dtype=torch.float64, device=device)
 
     def probs(self, batch: int, num_draft: int) -> Tensor:
         """A contiguous view of target_probs: [batch, num_draft + 1, vocab_size]. Contents are the last call's."""

@@ -148,8 +148,14 @@ class CudaAttention:
         self._library = load_library()
 
     def plan_attention(
-        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: CudaAttentionPlan | None = None
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        for_graph: bool = False,
+        reuse: CudaAttentionPlan | None = None,
     ) -> CudaAttentionPlan:
+        """All plans may go into a graph."""
         check_attention_batch(self._backend, batch, shape)
         table, kv_lens, query_start = batch.page_table, batch.kv_lens, batch.query_start
         if reuse is None:

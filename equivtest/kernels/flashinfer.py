@@ -157,7 +157,12 @@ class FlashInferBackend:
         return result
 
     def _chain(
-        self, draft_token_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor, keys: Tensor, scratch: SpecScratch
+        self,
+        draft_token_ids: Tensor,
+        draft_probs: Tensor | None,
+        target_probs: Tensor,
+        keys: Tensor,
+        scratch: SpecScratch,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, K+1], telemetry and emitted [B] of rows that all have K drafts."""
         batch, max_draft = draft_token_ids.shape

@@ -59,9 +59,7 @@ class FlashInferAttention:
     def _wrapper(self, **buffers: Any) -> Any:
         if self._workspace is None:
             self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, "NHD", backend="fa2", **buffers
-        )
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2", **buffers)
 
     def _wrapper_of_graph(self, batch: AttentionBatch) -> Any:
         num_sequences, max_pages = batch.page_table.shape
@@ -76,7 +74,6 @@ class FlashInferAttention:
             paged_kv_indices_buf=buffer(num_sequences * max_pages),
             paged_kv_last_page_len_buf=buffer(num_sequences),
         )
-
 
     def _tell(self, wrapper: Any, host: HostBatch, shape: AttentionShape) -> None:
         """Give a wrapper the batch. FlashInfer counts pages by running sums, and tokens of the last page from 1."""

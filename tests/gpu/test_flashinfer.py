@@ -329,8 +329,7 @@ def test_a_captured_plan_follows_new_lengths() -> None:
     first = paged_call([60, 20, 17, 16, 33], [2] * 5, **size)
     batch, shape = batch_of(first)
     query, pages = first["query"].to(DEVICE), first["kv_pages"].to(DEVICE)
-    plan = backend.plan_attention(batch, shape)
-    plan = backend.plan_attention(batch, shape, reuse=plan)
+    plan = backend.plan_attention(batch, shape, for_graph=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
