@@ -15,7 +15,7 @@ from equivtest.kernels.cuda_library import COMPILE_FLAGS, find_nvcc
 from equivtest.resources import resource_dir
 
 ROOT = resource_dir("kernels_ext")
-SOURCES = sorted((ROOT / "cuda").glob("*.cu"))
+SOURCES = sorted((ROOT / "cuda").rglob("*.cu"))  # the stress program too
 ARCHITECTURES = ("80", "90", "120")
 
 
