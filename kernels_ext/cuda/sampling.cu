@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool counts = num_draft >= 0 && num_draft <= requests.max_draft;
   if (!counts || index < 0 || index >= num_rows) {
     if (threadIdx.x == 0) {
-      refuse(results.refusal, request, kBadRows, static_cast<float>(counts ? index : num_draft));
+      refuse(results.refusal, request, kBadRows, static_cast<float>(counts ? row_start[request] : num_draft));
       results.tokens[blockIdx.x] = 0, results.accepts[blockIdx.x] = 0;
     }
     return;

@@ -117,18 +117,19 @@ def make_call(
     scale: float = 3.0,
     seed: int = 0,
 ) -> Call:
-    """Ragged drafts (0 to max_draft), half of them the largest logit; a heavy upper tail as a language model's."""
+    """Ragged drafts (0 to max_draft), three in four the largest logit; rows with a heavy upper tail or a likely token."""
     generator = torch.Generator().manual_seed(seed + vocab_size)
     num_draft = torch.arange(batch, dtype=torch.int32) % (max_draft + 1)
     row_start = (torch.cumsum(num_draft + 1, 0) - num_draft - 1).int()
     num_rows = int((num_draft + 1).sum())
     logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
     logits[:, ::97] += torch.randn(logits[:, ::97].shape, generator=generator).abs() * scale
+    logits[::2, vocab_size // 3] += 5 * scale
     logits = logits.to(dtype)
     drafts = torch.randint(0, vocab_size, (batch, max_draft), generator=generator)
     for b in range(batch):
         for slot in range(int(num_draft[b])):
-            if (b + slot) % 2:
+            if (b + slot) % 4:
                 drafts[b, slot] = logits[row_start[b] + slot].float().argmax()
     q = None
     if with_q:
