@@ -173,6 +173,20 @@ class _Inputs:
             self.token_ids[: len(token_ids)].copy_(token_ids)
 
 
+def _fullest(shape: _Shape, kv: PagedKVCache) -> RaggedBatch:
+    """A batch that fills the shape, all of it in the spare page: backends plan for it what no later batch outgrows."""
+    rows_each = np.full(shape.num_sequences, shape.num_rows // shape.num_sequences)
+    rows_each[: shape.num_rows % shape.num_sequences] += 1
+    longest = shape.num_columns * kv.page_size
+    return RaggedBatch(
+        page_table=np.full((shape.num_sequences, shape.num_columns), kv.spare_page, np.int32),
+        kv_lens=np.full(shape.num_sequences, max(longest, int(rows_each.max())), np.int32),
+        query_start=np.concatenate([[0], np.cumsum(rows_each)]).astype(np.int32),
+        slots=np.full(shape.num_rows, kv.spare_page * kv.page_size),
+        positions=np.zeros(shape.num_rows, np.int64),
+    )
+
+
 class _Graph:
     """One captured graph."""
 
@@ -187,16 +201,10 @@ class _Graph:
         self._backend, self._shape = model.backend, model.attention_shape(kv)
         self._spare_slot = kv.spare_page * kv.page_size
         self._inputs = _Inputs(shape, model.device)
-        empty = RaggedBatch(
-            page_table=np.zeros((0, shape.num_columns), np.int32),
-            kv_lens=np.zeros(0, np.int32),
-            query_start=np.zeros(1, np.int32),
-            slots=np.zeros(0, np.int64),
-            positions=np.zeros(0, np.int64),
-        )
-        self._inputs.fill(torch.zeros(0, dtype=torch.int64), [empty] * shape.num_batches, self._spare_slot)
+        fullest = [_fullest(shape, kv)] * shape.num_batches
+        self._inputs.fill(torch.zeros(shape.num_rows, dtype=torch.int64), fullest, self._spare_slot)
         self._plans = [
-            self._backend.plan_attention(self._inputs.attention(index), self._shape)
+            self._backend.plan_attention(self._inputs.attention(index), self._shape, for_graph=True)
             for index in range(shape.num_batches)
         ]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

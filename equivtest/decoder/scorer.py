@@ -20,10 +20,11 @@ from torch import Tensor
 
 from equivtest.decoder.cut_tolerance import within_tolerance
 from equivtest.decoder.kv_cache import PagedKVCache
-from equivtest.decoder.law_columns import DraftColumns, Floats, SparseLaw, law_columns
+from equivtest.decoder.law_columns import DraftColumns, law_columns, row_laws
 from equivtest.decoder.logit_processing import RowTexts, process_logits
 from equivtest.decoder.model import Model
 from equivtest.decoder.shared_prefixes import SharedPrefixes, lexicographic, prompt_batch
+from equivtest.decoder.sparse_law import Floats, SparseLaw
 from equivtest.decoder.stages import Int64Array
 from equivtest.decoder.token_rules import TokenRules
 from equivtest.errors import InvalidSetting
@@ -200,6 +201,8 @@ class Scorer:
             raw = self.model.logits(hidden[start:stop])
             for index, (law, rules) in enumerate(laws):
                 rows = np.flatnonzero((nodes[index] >= start) & (nodes[index] < stop))
+                if not len(rows):
+                    continue  # every token is read from another row
                 part = self._law_columns(
                     raw,
                     None if draft_hidden is None else draft_hidden[start:stop],
@@ -240,16 +243,16 @@ class Scorer:
         params = law.params
         logits = process_logits(raw, rules, before)
         probs = self._law(logits, params, self._probs) if law.reading.softmax else _as_probs(logits)
-        sparse = SparseLaw.of(probs).take(node)
-        p_draft = sparse.at(draft_ids)
+        laws = row_laws(probs).take(node)
+        p_draft = laws.at(draft_ids)
         if draft_hidden is None or self._drafter is None or self._draft_probs is None:
             drafts = DraftColumns.of_sure_drafts(p_draft, token_ids, draft_ids)
         else:
             q = self._law(self._drafter.model.logits(draft_hidden), params, self._draft_probs)
             has_draft = draft_ids >= 0
-            q_token = np.where(has_draft, SparseLaw.of(q).take(node).at(token_ids), 0.0)
-            drafts = DraftColumns(q_token, *sparse.moments(q, np.where(has_draft, node, -1)))
-        columns = law_columns(sparse, token_ids, draft_ids, p_draft, drafts, coins)
+            q_token = np.where(has_draft, row_laws(q).take(node).at(token_ids), 0.0)
+            drafts = DraftColumns(q_token, *laws.moments(q, np.where(has_draft, node, -1)))
+        columns = law_columns(laws, token_ids, draft_ids, p_draft, drafts, coins)
         off = np.flatnonzero(columns["support_violation"])
         if len(off):
             at = torch.from_numpy(node[off]).to(logits.device)
@@ -258,7 +261,8 @@ class Scorer:
         return columns
 
     def _law(self, logits: Tensor, params: SamplingParams, out: Tensor) -> Tensor:
-        row_params = RowParams.of([params] * len(logits), logits.device)
+        one = RowParams.of([params], logits.device)
+        row_params = one.take(torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
         return self.backend.verify_probs(logits, row_params, out=out[: len(logits)])
 
 

@@ -26,6 +26,7 @@ from equivtest.errors import InvalidSetting, UnknownName
 from equivtest.faults import (
     acceptance,
     end,
+    generator_offset,
     history,
     lossy,
     numerics,
@@ -63,8 +64,13 @@ NOT_EXPRESSIBLE: Mapping[int, str] = {
 }
 """Public faults, by number, that this decoder cannot have, and why."""
 
+BY_NAME_ONLY: Mapping[str, str] = {
+    generator_offset.NAME: "needs the flashinfer kernels, older than 0.7.4, and batches of one",
+}
+"""Faults that can be planted in some decoders alone, and in which. They are no part of the catalogue."""
+
 _BUILT_IN: Mapping[str, Callable[..., Fault]] = {
-    factory.__name__: factory for module in _MODULES for factory in module.FAULTS
+    factory.__name__: factory for module in (*_MODULES, generator_offset) for factory in module.FAULTS
 }
 
 

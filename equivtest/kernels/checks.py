@@ -259,3 +259,52 @@ def raise_refusal(op: str, refusal: npt.NDArray[np.float64]) -> None:
     problem, row, value = refusal.tolist()
     if problem:
         raise InvalidKernelInput(op, REFUSALS[int(problem)], row=int(row), value=value)
+
+
+def check_accept_logits(
+    backend: KernelBackend,
+    logits: Tensor,
+    row_start: Tensor,
+    params: RowParams,
+    draft_token_ids: Tensor,
+    num_draft: Tensor,
+    draft_probs: Tensor | None,
+    streams: Streams,
+    scratch: SpecScratch,
+) -> None:
+    """Shapes, dtypes and devices of an accept_logits call. Values are the kernel's to check: nothing here waits."""
+    op = "accept_logits"
+    _check_rank(op, "logits", logits, ("num_rows", "vocab_size"))
+    _check_rank(op, "draft_token_ids", draft_token_ids, ("B", "K"))
+    batch, max_draft = draft_token_ids.shape
+    vocab_size = logits.shape[1]
+    if vocab_size == 0:
+        raise InvalidKernelInput(op, "vocab_size must be above 0", value=0)
+    if logits.dtype not in backend.capabilities.dtypes:
+        raise InvalidKernelInput(op, f"logits dtype not supported by {backend.name}", value=logits.dtype)
+    columns = {
+        "row_start": (row_start, torch.int32),
+        "num_draft": (num_draft, torch.int32),
+        "temperature": (params.temperature, torch.float32),
+        "top_k": (params.top_k, torch.int32),
+        "top_p": (params.top_p, torch.float32),
+        "min_p": (params.min_p, torch.float32),
+        "streams.keys": (streams.keys, torch.int64),
+        "streams.positions": (streams.positions, torch.int64),
+    }
+    for name, (column, dtype) in columns.items():
+        _check_shape(op, name, column, (batch,))
+        _check_dtype(op, name, column, dtype)
+        if not column.is_contiguous():
+            raise InvalidKernelInput(op, f"{name} must be contiguous")
+    _check_dtype(op, "draft_token_ids", draft_token_ids, torch.int64)
+    devices = {"logits": logits, "draft_token_ids": draft_token_ids, "scratch": scratch.target_probs}
+    if draft_probs is not None:
+        _check_shape(op, "draft_probs", draft_probs, (batch, max_draft, vocab_size))
+        _check_dtype(op, "draft_probs", draft_probs, torch.float32)
+        devices["draft_probs"] = draft_probs
+    for name, tensor in (("logits", logits), ("draft_probs", draft_probs)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise InvalidKernelInput(op, f"{name} must be contiguous")
+    _check_device(op, backend, **devices, **{name: column for name, (column, _) in columns.items()})
+    scratch.require(op, batch=batch, draft=max_draft)

@@ -169,6 +169,10 @@ class SpecScratch:
         self.emitted = torch.empty(max_batch, dtype=torch.int32, device=device)
         self.acceptance_telemetry = torch.empty(max_batch, dtype=torch.int32, device=device)
         self.token_ids = torch.empty(max_batch * (max_draft + 1), dtype=torch.int64, device=device)
+        # What a kernel that judges every row by itself notes of it.
+        self.row_tokens = torch.empty(max_batch * (max_draft + 1), dtype=torch.int64, device=device)
+        self.row_accepts = torch.empty(max_batch * (max_draft + 1), dtype=torch.int32, device=device)
+        self.refusal = torch.zeros(3, dtype=torch.float64, device=device)
 
     def probs(self, batch: int, num_draft: int) -> Tensor:
         """A contiguous view of target_probs: [batch, num_draft + 1, vocab_size]. Contents are the last call's."""
@@ -249,9 +253,16 @@ class KernelBackend(Protocol):
         ...
 
     def plan_attention(
-        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        for_graph: bool = False,
+        reuse: AttentionPlan | None = None,
     ) -> AttentionPlan:
         """Get ready for the attention calls of one forward, one a layer.
+
+        for_graph: a CUDA graph will hold those calls; no later batch of its has more rows or tokens than `batch`.
 
         reuse: a plan whose calls a CUDA graph holds. It is brought up to date in its own memory and returned; `batch`
         is then of the same shape, with empty sequences at its end.

@@ -145,7 +145,12 @@ class ReferenceBackend:
         return TorchLayers()
 
     def plan_attention(
-        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        for_graph: bool = False,
+        reuse: AttentionPlan | None = None,
     ) -> tuple[AttentionBatch, AttentionShape]:
         check_attention_batch(self, batch, shape)
         return batch, shape

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,16 +26,18 @@ from equivtest.pipeline.families import (
 from equivtest.pipeline.frames import cells_frame, quantiles_frame
 from equivtest.pipeline.law_on_arms import LawOnArms
 from equivtest.pipeline.live_evidence import ALTERNATIVES_FILE, IDENTITY_FILE, Lines, kept_lines
+from equivtest.pipeline.side_by_side import side_by_side
 from equivtest.pipeline.watch import progress_line, watch_evidence, watch_finding
 from equivtest.protocol.budgets import BUDGETS
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Arm, Comparison, Evidence, Word
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_samples
-from equivtest.stats.marginal import choose_permutations
+from equivtest.stats.marginal import MarginalResult, choose_permutations
 from equivtest.verdict.decide import decide, standing
 from equivtest.verdict.diagnosis import diagnose
 from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Flag, Place, Role, RunFacts
+from equivtest.verdict.findings import Cell
 from equivtest.verdict.identity_findings import adjusted_identity_evidence, identity_finding
 from equivtest.verdict.verdict import Standing, Verdict
 
@@ -77,19 +81,16 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
     refusals: list[str] = []
     cells, quantiles = [cells_frame(Comparison.OFF_ON, [], None)], [quantiles_frame(Comparison.OFF_ON, _NO_VALUES)]
     joint_off_on: tuple[Evidence, ...] = ()
-    for comparison in Comparison:
-        try:
-            marginal, names, result = judge_marginal(samples, comparison)
-            joint = judge_joint(samples, comparison)
-        except MissingSamples:
+    for comparison, compared in zip(Comparison, side_by_side(partial(_compared, samples), Comparison), strict=True):
+        if isinstance(compared, MissingSamples):
             continue  # the verdict room counts the rows and says which are missing
-        except StatisticsError as refused:
-            refusals.append(f"{comparison.words}: {refused}")
+        if isinstance(compared, StatisticsError):
+            refusals.append(f"{comparison.words}: {compared}")
             continue
-        judged += [marginal, joint]
-        cells.append(cells_frame(comparison, names, result))
-        quantiles.append(quantiles_frame(comparison, result.p_value))
-        joint_off_on = joint.evidence if comparison is Comparison.OFF_ON else joint_off_on
+        judged += [compared.marginal, compared.joint]
+        cells.append(cells_frame(comparison, compared.cells, compared.result))
+        quantiles.append(quantiles_frame(comparison, compared.result.p_value))
+        joint_off_on = compared.joint.evidence if comparison is Comparison.OFF_ON else joint_off_on
     law = LawOnArms.of(samples, refusals) if options.law else LawOnArms.none()
     judged += [line for arm, line in law.judged.items() if arm in LAW_ROLES]
     findings = [one.finding for one in judged]
@@ -140,6 +141,23 @@ def check_resolution(options: AnalysisOptions, protocol: Protocol) -> None:
     if options.by_permutation:
         num_cells = len(protocol.configs) * len(protocol.prompts) * protocol.num_positions
         choose_permutations(options.num_permutations, num_cells, LEVEL, options.dependence)
+
+
+class _Compared(NamedTuple):
+    """Two arms, token by token and as whole samples."""
+
+    marginal: Judged
+    joint: Judged
+    cells: list[Cell]
+    result: MarginalResult
+
+
+def _compared(samples: RunSamples, comparison: Comparison) -> _Compared | MissingSamples | StatisticsError:
+    try:
+        marginal, cells, result = judge_marginal(samples, comparison)
+        return _Compared(marginal, judge_joint(samples, comparison), cells, result)
+    except (MissingSamples, StatisticsError) as refused:
+        return refused
 
 
 _NOT_FINISHED = "the run did not end by itself; `equivtest run --resume` continues it"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from equivtest.engines.base import EngineOptions as EngineOptions
-from equivtest.faults import NOT_EXPRESSIBLE
+from equivtest.faults import BY_NAME_ONLY, NOT_EXPRESSIBLE
 from equivtest.files import sole_writer
 from equivtest.pipeline.control_subject import SMOKE, ControlsOptions, KillStudy, chosen
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine, utc_now
@@ -93,10 +93,11 @@ def _one_thread() -> None:
 
 
 def catalogue_lines(only: Sequence[str] = (), faults_from: Sequence[str] = ()) -> Iterator[str]:
-    """What can be planted, for people: a line each, and one for each public fault that cannot."""
+    """What can be planted, for people: a line each, and one for each public fault that cannot, or not here."""
     for fault in chosen(only, faults_from):
         if fault.nature is not Nature.CONTROL:
             reports = f" ({', '.join(fault.reports)})" if fault.reports else ""
             yield f"{fault.nature}, {fault.stage}: {fault.name}: {fault.description}{reports}"
     if not only:
         yield from (f"not expressible: #{number}: {reason}" for number, reason in NOT_EXPRESSIBLE.items())
+        yield from (f"by name only: {name}: {needs}" for name, needs in BY_NAME_ONLY.items())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from equivtest.errors import MissingSamples
 from equivtest.pipeline.analysis_options import LEVEL, AnalysisOptions
 from equivtest.pipeline.law_input import logprob_tolerance, read_scored_tokens
+from equivtest.pipeline.side_by_side import side_by_side
 from equivtest.protocol.plan import Batch, Protocol
 from equivtest.records import Arm, Comparison, Evidence
 from equivtest.rng import stream_key
@@ -60,11 +62,20 @@ class RunSamples:
     logprob_tolerance: LogprobTolerance
     """Of the precision that the model ran in."""
     _tokens: dict[Arm, Strata]
+    _reading: Lock
+    """Held while an arm is read: families are judged in several threads."""
 
     @classmethod
     def of(cls, run_dir: Path, protocol: Protocol, options: AnalysisOptions) -> RunSamples:
         tolerance = logprob_tolerance(run_dir)
-        return cls(run_dir=run_dir, protocol=protocol, options=options, logprob_tolerance=tolerance, _tokens={})
+        return cls(
+            run_dir=run_dir,
+            protocol=protocol,
+            options=options,
+            logprob_tolerance=tolerance,
+            _tokens={},
+            _reading=Lock(),
+        )
 
     def law(self, tokens: ScoredTokens, stratum: str) -> LawResult:
         """The law family with the margins of the options. Raises InsufficientSamples."""
@@ -77,9 +88,10 @@ class RunSamples:
 
     def tokens(self, arm: Arm) -> Strata:
         """Stage 1 of an arm. Raises MissingSamples."""
-        if arm not in self._tokens:
-            self._tokens[arm] = self._read(arm, self.strata, range(self.protocol.num_seeds))
-        return self._tokens[arm]
+        with self._reading:
+            if arm not in self._tokens:
+                self._tokens[arm] = self._read(arm, self.strata, range(self.protocol.num_seeds))
+            return self._tokens[arm]
 
     def fresh_tokens(self, arm: Arm, strata: Iterable[tuple[str, str]]) -> Strata:
         """Stage 2 of an arm, from the files of stage 2 alone: seeds that later rounds of a sequential run will want are
@@ -261,13 +273,13 @@ def joint_results(
     generator_of: Callable[[str], np.random.Generator],
 ) -> dict[str, JointResult]:
     """The joint family of two arms, one result a config over all its prompts; permutations are drawn by config."""
-    results = {}
-    for config in dict.fromkeys(config for config, _ in first):
+
+    def result(config: str) -> JointResult:
         own = [stratum for stratum in first if stratum[0] == config]
-        results[config] = joint_family(
-            [first[stratum] for stratum in own], [second[s] for s in own], rng=generator_of(config)
-        )
-    return results
+        return joint_family([first[s] for s in own], [second[s] for s in own], rng=generator_of(config))
+
+    configs = list(dict.fromkeys(config for config, _ in first))
+    return dict(zip(configs, side_by_side(result, configs), strict=True))
 
 
 def generator(*name: object) -> np.random.Generator:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from equivtest.errors import StatisticsError
+from equivtest.pipeline.side_by_side import side_by_side
 from equivtest.records import Arm
 from equivtest.report.data import PIT_COLUMNS, POWER_COLUMNS, QUANTILE_COLUMNS
 from equivtest.stats.bands import binomial_band, uniform_quantile_band
@@ -74,17 +75,23 @@ def power_frame(scored: Mapping[str, ScoredTokens], num_seeds: int, num_tests: i
     """What acceptance bias this run could have seen, by config: the bias test at the level that Holm leaves it at
     worst, and the best test there is at the same level. Empty for drafts of a sampled drafter, whose power has no
     closed form here."""
-    rows: list[tuple[str, str, float, float]] = []
-    for config, tokens in scored.items():
+    alpha = LAW_LEVEL / max(num_tests, 1)
+
+    def rows(config: str) -> list[tuple[str, str, float, float]]:
+        tokens = scored[config]
         p_draft = tokens.q_mean[tokens.has_draft]
         if not (len(p_draft) and has_certain_drafts(tokens)):
-            continue
-        alpha = LAW_LEVEL / max(num_tests, 1)
+            return []
         try:
             own = pilot(p_draft, num_seeds)
-            for bias in _BIASES.tolist():
-                rows.append((config, "law", bias, bias_test_power(own, bias, alpha=alpha)))
-                rows.append((config, "neyman_pearson", bias, neyman_pearson_power(own, bias, alpha=alpha)))
         except StatisticsError:
-            continue  # greedy decoding leaves nothing open
-    return pd.DataFrame(rows, columns=list(POWER_COLUMNS))
+            return []  # greedy decoding leaves nothing open
+
+        return [
+            (config, test, bias, power(own, bias, alpha=alpha))
+            for bias in _BIASES.tolist()
+            for test, power in (("law", bias_test_power), ("neyman_pearson", neyman_pearson_power))
+        ]
+
+    every = [row for own in side_by_side(rows, scored) for row in own]
+    return pd.DataFrame(every, columns=list(POWER_COLUMNS))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 
 from equivtest.errors import InsufficientSamples, MissingSamples, StatisticsError
 from equivtest.pipeline.families import Judged, LawEvidence, RunSamples, judge_law, judge_reference
 from equivtest.pipeline.frames import pit_frame, power_frame
+from equivtest.pipeline.side_by_side import side_by_side
 from equivtest.pipeline.watch import Watch, watch
 from equivtest.records import Arm, Evidence
 from equivtest.report.data import PIT_COLUMNS
@@ -62,13 +64,17 @@ class LawOnArms:
         evidence: dict[Arm, LawEvidence] = {}
         scored: dict[tuple[Arm, str], ScoredTokens] = {}
         results: dict[Arm, dict[str, LawResult]] = {}
+
+        def of_law(arm: Arm, config: str) -> LawResult:
+            return samples.law(scored[arm, config], f"{arm} / {config}")
+
         for arm in Arm:
             try:
-                for config in protocol.configs:
-                    scored[arm, config] = samples.scored(arm, config)
-                results[arm] = {
-                    config: samples.law(scored[arm, config], f"{arm} / {config}") for config in protocol.configs
-                }
+                read = side_by_side(partial(samples.scored, arm), protocol.configs)
+                scored |= {(arm, config): tokens for config, tokens in zip(protocol.configs, read, strict=True)}
+                results[arm] = dict(
+                    zip(protocol.configs, side_by_side(partial(of_law, arm), protocol.configs), strict=True)
+                )
                 evidence[arm] = adjusted_law_evidence(results[arm])
                 if arm in LAW_ROLES:
                     suspected = Arm.OFF in judged and arm is Arm.ON

@@ -271,7 +271,9 @@ def _random_labels(
         chosen = np.zeros((min(block, num_permutations - start), num_samples), np.int8)
         chosen[:, :smaller] = 1
         chosen = rng.permuted(chosen, axis=1)
-        yield start, np.ascontiguousarray((chosen if num_on <= num_off else 1 - chosen).T, dtype=np.float64)
+        # Turned round while it is small.
+        turned = np.ascontiguousarray((chosen if num_on <= num_off else 1 - chosen).T)
+        yield start, turned.astype(np.float64)
 
 
 def _check(

@@ -28,6 +28,8 @@ StatisticName = Literal["mode", "tree_g", "collisions", "mmd"]
 
 _FLOAT32_EXACT = 1 << 24
 """Whole numbers up to here are exact in float32."""
+_PANEL_ROWS = 128
+"""Of a matrix that is multiplied in parts because half of it is known from the other half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,20 +164,18 @@ def _equal_tokens(tokens: npt.NDArray[np.integer]) -> Kernel:
     for column in np.ascontiguousarray(tokens.T):
         kernel += column[:, None] == column[None, :]
     np.fill_diagonal(kernel, 0)
-    if num_samples * num_positions < _FLOAT32_EXACT:
+    if 2 * num_samples * num_positions < _FLOAT32_EXACT:
         return kernel.astype(np.float32)
     return kernel.astype(np.float64)
 
 
 def _pair_means(kernel: Kernel, labels: Labels) -> tuple[Floats, Floats, Floats]:
     """[B] each: mean of the kernel over ordered pairs within arm off, within arm on, and between the arms."""
-    on: Kernel = labels.astype(np.float32) if kernel.dtype == np.float32 else labels
     num_on = int(labels[:, 0].sum())
     num_off = len(labels) - num_on
     row_sums = kernel.sum(axis=1, dtype=np.float64)
     with_on = row_sums @ labels
-    agreements: Floats = np.asarray(kernel @ on, np.float64)
-    within_on: Floats = (agreements * labels).sum(axis=0)
+    within_on = _within(kernel, labels)
     between = with_on - within_on
     within_off = row_sums.sum() - with_on - between
     return (
@@ -183,6 +183,24 @@ def _pair_means(kernel: Kernel, labels: Labels) -> tuple[Floats, Floats, Floats]
         within_on / (num_on * (num_on - 1)),
         between / (num_off * num_on),
     )
+
+
+def _within(kernel: Kernel, labels: Labels) -> Floats:
+    """[B] sum of the kernel over ordered pairs within arm on: whole numbers, so that their order does not matter.
+
+    The kernel is symmetric: rows are taken in panels, each with the columns from its own on, and what is past the
+    diagonal block counts twice.
+    """
+    on: Kernel = labels.astype(np.float32) if kernel.dtype == np.float32 else labels
+    total = np.zeros(labels.shape[1])
+    for start in range(0, len(kernel), _PANEL_ROWS):
+        stop = min(start + _PANEL_ROWS, len(kernel))
+        panel = kernel[start:stop, start:].copy()
+        panel[:, stop - start :] *= 2
+        agreements = panel @ on[start:]
+        agreements *= on[start:stop]
+        total += agreements.sum(axis=0, dtype=np.float64)
+    return total
 
 
 def _difference_within(means: tuple[Floats, Floats, Floats]) -> Floats:

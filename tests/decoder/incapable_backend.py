@@ -60,9 +60,14 @@ class IncapableBackend:
         return self.inner.sample(target_probs, streams, out=out, purpose=purpose)
 
     def plan_attention(
-        self, batch: AttentionBatch, shape: AttentionShape, *, reuse: AttentionPlan | None = None
+        self,
+        batch: AttentionBatch,
+        shape: AttentionShape,
+        *,
+        for_graph: bool = False,
+        reuse: AttentionPlan | None = None,
     ) -> AttentionPlan:
-        return self.inner.plan_attention(batch, shape, reuse=reuse)
+        return self.inner.plan_attention(batch, shape, for_graph=for_graph, reuse=reuse)
 
     def paged_attention(self, query: Tensor, kv_pages: Tensor, plan: AttentionPlan) -> Tensor:
         return self.inner.paged_attention(query, kv_pages, plan)

@@ -1,0 +1,94 @@
+// Launches, and loads and stores of float and bfloat16, for the small kernels of a decode step.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace equivtest::cuda {
+
+// Programmatic dependent launch (sm_90 and later): a kernel's blocks start while its predecessor still runs, bring
+// their weights into the L2 cache and wait. Every kernel here waits before it reads or writes anything that another
+// one writes, so that the completion of kernel n implies that of kernels 1 .. n - 1.
+constexpr bool kOverlapLaunches = false;
+
+__device__ __forceinline__ void allow_next_launch() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kOverlapLaunches) asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kOverlapLaunches) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+inline bool can_overlap() {
+  int device = 0, major = 0;
+  return kOverlapLaunches && cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+}
+
+// Launches on the stream. Null, or what CUDA says is wrong.
+template <class... Params, class... Args>
+const char* launch(void (*kernel)(Params...), dim3 grid, unsigned threads, size_t shared_bytes, void* stream,
+                   Args... args) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &overlap;
+  config.numAttrs = can_overlap() ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// x rounded to T.
+template <class T>
+__device__ __forceinline__ float rounded(float x) {
+  return to_float(from_float<T>(x));
+}
+
+// The two bfloat16 of a word: the low half comes first in memory.
+__device__ __forceinline__ float low_half(uint32_t word) { return __uint_as_float(word << 16); }
+__device__ __forceinline__ float high_half(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
+
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+  const uint32_t first = __bfloat16_as_ushort(__float2bfloat16_rn(low));
+  const uint32_t second = __bfloat16_as_ushort(__float2bfloat16_rn(high));
+  return first | second << 16;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
+  return x;
+}
+
+}  // namespace equivtest::cuda

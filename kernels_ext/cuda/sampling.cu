@@ -1,0 +1,352 @@
+// The sampling ops: a block a row decides and draws all that the row may be asked for, and a second, tiny kernel puts
+// the rows of each request together.
+//
+// Every coin depends on (stream, position, purpose) alone, so a row need not wait for the ones before it: it accepts
+// its draft or not, and where its own coin rejects it draws the recovered token that is put out if no earlier row
+// rejects. Source of the chain rule: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
+#include "sampling.cuh"
+
+namespace equivtest::cuda {
+namespace {
+
+constexpr size_t kSharedBytes = sizeof(float) * kCapacity + sizeof(int) * kCapacity;
+
+enum class Rule : int { kChain, kMatch, kSample };
+
+struct Laws {
+  const float* temperature;
+  const int* top_k;
+  const float* top_p;
+  const float* min_p;
+
+  __device__ RowLaw at(int64_t i) const { return {temperature[i], top_p[i], min_p[i], top_k[i]}; }
+};
+
+struct Requests {
+  const int64_t* draft_token_ids;  // [batch, max_draft]
+  const int* num_draft;            // [batch]
+  const float* draft_probs;        // [batch, max_draft, vocab_size]; null: point mass at each draft
+  const int64_t* keys;             // [batch]
+  const int64_t* positions;        // [batch]
+  int max_draft;
+  Rule rule;
+  Purpose purpose;  // of the coins of kSample
+};
+
+struct RowResults {
+  int64_t* tokens;  // [batch * (max_draft + 1)]: what the row puts out if the text ends its round there
+  int* accepts;     // the same: whether its own coin keeps its draft
+  unsigned long long* refusal;
+};
+
+// Decides about one row. All threads of the block call it together.
+template <class T, class Weight>
+__device__ void judge(const Items<T>& items, const Weight& weight, const T* row, int vocab_size, int64_t request,
+                      int slot, int64_t named_row, const Requests& requests, const RowResults& results,
+                      Shared& shared) {
+  const int num_draft = max(0, min(requests.num_draft ? requests.num_draft[request] : 0, requests.max_draft));
+  const int64_t place = request * (requests.max_draft + 1) + slot;
+  const int64_t key = requests.keys[request], position = requests.positions[request] + slot;
+  const bool has_draft = slot < num_draft;
+  const int64_t draft = has_draft ? requests.draft_token_ids[request * requests.max_draft + slot] : -1;
+  if (has_draft && (draft < 0 || draft >= vocab_size)) {
+    if (threadIdx.x == 0) {
+      refuse(results.refusal, named_row, kBadDraftId, static_cast<float>(draft));
+      results.tokens[place] = 0, results.accepts[place] = 0;
+    }
+    return;
+  }
+  auto of = [&](int i) { return static_cast<double>(weight(items.x(i))); };
+  int64_t token = -1;
+  bool accepted = false, refused = false;
+  if (requests.rule == Rule::kChain && has_draft) {
+    const float p = weight.probability(as_float(row[draft]));
+    const float* q_row =
+        requests.draft_probs ? requests.draft_probs + (request * requests.max_draft + slot) * vocab_size : nullptr;
+    const float q = q_row ? q_row[draft] : 1.0f;
+    const Problem problem = !(p >= 0 && p < kInfinity)   ? kBadProbability
+                            : !(q >= 0 && q < kInfinity) ? kBadDraftProbability
+                                                         : kNoProblem;
+    if (problem != kNoProblem) {
+      if (threadIdx.x == 0) refuse(results.refusal, named_row, problem, problem == kBadProbability ? p : q);
+      refused = true;
+    } else {
+      accepted = uniform(key, position, Purpose::kAccept) * static_cast<double>(q) < static_cast<double>(p);
+      if (!accepted) {
+        const double u = uniform(key, position, Purpose::kRecover);
+        if (q_row) {
+          token = draw(
+              items, u,
+              [&](int i) {
+                const double left = static_cast<double>(weight.probability(items.x(i))) - q_row[items.id(i)];
+                return left > 0 ? left : 0.0;
+              },
+              shared);
+        } else {
+          token = draw(items, u, [&](int i) { return items.id(i) == draft ? 0.0 : of(i); }, shared);
+        }
+        // Rounding alone can leave the residual empty: p <= q everywhere, and yet the coin rejected.
+        if (token < 0) token = draw(items, u, of, shared);
+      }
+    }
+  } else {
+    const Purpose purpose = requests.rule == Rule::kSample  ? requests.purpose
+                            : requests.rule == Rule::kMatch ? Purpose::kPlain
+                            : num_draft == 0                ? Purpose::kPlain
+                                                            : Purpose::kBonus;
+    token = draw(items, uniform(key, position, purpose), of, shared);
+    accepted = has_draft && token == draft;
+  }
+  if (threadIdx.x == 0) {
+    if (token < 0 && !accepted && !refused) refuse(results.refusal, named_row, kNoMass, 0.0f);
+    results.tokens[place] = token < 0 ? 0 : token;
+    results.accepts[place] = accepted;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 2)
+    judge_logits(const T* logits, const int* row_start, Laws laws, int vocab_size, Requests requests,
+                 RowResults results) {
+  extern __shared__ char memory[];
+  __shared__ Shared shared;
+  const int64_t request = blockIdx.x / (requests.max_draft + 1);
+  const int slot = blockIdx.x % (requests.max_draft + 1);
+  if (slot > max(0, min(requests.num_draft[request], requests.max_draft))) return;
+  const int64_t index = row_start[request] + slot;
+  const T* row = logits + index * vocab_size;
+  float* gathered_x = reinterpret_cast<float*>(memory);
+  LogitRow<T> law_row(row, vocab_size, shared, gathered_x, reinterpret_cast<int*>(gathered_x + kCapacity));
+  const RowLaw law = laws.at(request);
+  float value;
+  const Problem problem = law_row.read(law, &value);
+  if (problem != kNoProblem) {
+    if (threadIdx.x == 0) {
+      refuse(results.refusal, index, problem, value);
+      results.tokens[blockIdx.x] = 0, results.accepts[blockIdx.x] = 0;
+    }
+    return;
+  }
+  if (law.temperature == 0) {  // greedy: a point mass, one item of weight 1
+    __shared__ float x;
+    __shared__ int id;
+    if (threadIdx.x == 0) x = law_row.weight().max, id = law_row.best_id();
+    __syncthreads();
+    struct Point {
+      int64_t draft, best;
+      __device__ float operator()(float) const { return 1.0f; }
+      __device__ float probability(float) const { return draft == best ? 1.0f : 0.0f; }
+    };
+    const int64_t draft = slot < requests.num_draft[request]
+                              ? requests.draft_token_ids[request * requests.max_draft + slot]
+                              : law_row.best_id();
+    const Items<T> one{row, &x, &id, 1, false};
+    // A recovered token with a real q: the residual of a point mass is at the best token or nowhere.
+    Requests sure = requests;
+    if (draft != law_row.best_id()) sure.draft_probs = nullptr;
+    judge(one, Point{draft, law_row.best_id()}, row, vocab_size, request, slot, index, sure, results, shared);
+    return;
+  }
+  law_row.filter(law);
+  judge(law_row.items(), law_row.weight(), row, vocab_size, request, slot, index, requests, results, shared);
+}
+
+__global__ void __launch_bounds__(kThreads, 2)
+    judge_probs(const float* target_probs, int vocab_size, Requests requests, RowResults results) {
+  __shared__ Shared shared;
+  const int64_t request = blockIdx.x / (requests.max_draft + 1);
+  const int slot = blockIdx.x % (requests.max_draft + 1);
+  if (requests.num_draft && slot > max(0, min(requests.num_draft[request], requests.max_draft))) return;
+  const float* row = target_probs + static_cast<int64_t>(blockIdx.x) * vocab_size;
+  const Items<float> items{row, nullptr, nullptr, vocab_size, true};
+  judge(items, PlainWeight{}, row, vocab_size, request, slot, request, requests, results, shared);
+}
+
+// Whether every row that a text may draw from holds probabilities; the first that does not is refused.
+__global__ void __launch_bounds__(kThreads, 2)
+    check_probs(const float* probs, int vocab_size, int rows_each, int num_rows_each, const int* num_draft,
+                const int* accepts, Problem problem, unsigned long long* refusal) {
+  // Block: one request. The row that it draws from is the first that its coins reject, or the last one.
+  const int64_t request = blockIdx.x;
+  int slot = 0;
+  if (num_draft) {
+    const int count = max(0, min(num_draft[request], rows_each - 1));
+    while (slot < count && accepts[request * rows_each + slot]) ++slot;
+    if (slot >= num_rows_each || (problem == kBadDraftProbability && slot == count)) return;
+  }
+  const float* row = probs + (request * num_rows_each + slot) * vocab_size;
+  for (int i = threadIdx.x; i < vocab_size; i += kThreads) {
+    if (!(row[i] >= 0 && row[i] < kInfinity)) refuse(refusal, request, problem, row[i]);
+  }
+}
+
+enum class Task : int { kCheck, kWrite };
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 2)
+    law_of_logits(const T* logits, Laws laws, int vocab_size, const int64_t* out_rows, float* out, Task task,
+                  unsigned long long* refusal) {
+  extern __shared__ char memory[];
+  __shared__ Shared shared;
+  const int64_t index = blockIdx.x;
+  const T* row = logits + index * vocab_size;
+  float* gathered_x = reinterpret_cast<float*>(memory);
+  LogitRow<T> law_row(row, vocab_size, shared, gathered_x, reinterpret_cast<int*>(gathered_x + kCapacity));
+  const RowLaw law = laws.at(index);
+  float value;
+  const Problem problem = law_row.read(law, &value);
+  if (task == Task::kCheck) {
+    if (problem != kNoProblem && threadIdx.x == 0) refuse(refusal, index, problem, value);
+    return;
+  }
+  float* target = out + (out_rows ? out_rows[index] : index) * vocab_size;
+  if (law.temperature == 0) {
+    for (int i = threadIdx.x; i < vocab_size; i += kThreads) target[i] = i == law_row.best_id() ? 1.0f : 0.0f;
+    return;
+  }
+  law_row.filter(law);
+  const LogitWeight weight = law_row.weight();
+  const float scale = static_cast<float>(1.0 / weight.norm);
+  for (int i = threadIdx.x; i < vocab_size; i += kThreads) target[i] = weight(as_float(row[i])) * scale;
+}
+
+// The tokens of each request: the drafts before the first rejection, what that row drew, -1 after it.
+__global__ void combine(const int64_t* draft_token_ids, const int* num_draft, RowResults results, int batch,
+                        int max_draft, int64_t* output_token_ids, int* emitted, int* telemetry, double* refusal) {
+  const int request = blockIdx.x * blockDim.x + threadIdx.x;
+  if (request == 0 && refusal != nullptr) {
+    const unsigned long long bits = *results.refusal;
+    const bool refused = bits != ~0ull;
+    refusal[0] = refused ? static_cast<double>(bits >> 32 & 0xff) : 0.0;
+    refusal[1] = refused ? static_cast<double>(bits >> 40) : 0.0;
+    refusal[2] = refused ? static_cast<double>(__uint_as_float(static_cast<uint32_t>(bits))) : 0.0;
+    *results.refusal = ~0ull;
+  }
+  if (request >= batch) return;
+  const int count = max(0, min(num_draft ? num_draft[request] : 0, max_draft));
+  const int64_t first = static_cast<int64_t>(request) * (max_draft + 1);
+  int prefix = 0, kept = 0;
+  for (int slot = 0; slot < count; ++slot) {
+    const int accepts = results.accepts[first + slot];
+    if (prefix == slot) prefix += accepts;
+    kept += accepts;
+  }
+  for (int slot = 0; slot <= max_draft; ++slot) {
+    output_token_ids[first + slot] = slot < prefix    ? draft_token_ids[static_cast<int64_t>(request) * max_draft + slot]
+                                     : slot == prefix ? results.tokens[first + slot]
+                                                      : -1;
+  }
+  emitted[request] = prefix, telemetry[request] = kept;
+}
+
+const char* last_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+// Shared memory above 48 KB has to be asked for, once a kernel and device.
+template <class Kernel>
+const char* allow_shared(Kernel kernel) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <class T>
+const char* launch_judge(const void* logits, const int* row_start, const Laws& laws, int64_t vocab_size, int64_t batch,
+                         const Requests& requests, const RowResults& results, cudaStream_t stream) {
+  if (const char* error = allow_shared(judge_logits<T>)) return error;
+  judge_logits<T><<<static_cast<unsigned>(batch * (requests.max_draft + 1)), kThreads, kSharedBytes, stream>>>(
+      static_cast<const T*>(logits), row_start, laws, static_cast<int>(vocab_size), requests, results);
+  return last_error();
+}
+
+template <class T>
+const char* launch_law(const void* logits, const Laws& laws, int64_t vocab_size, int64_t num_rows,
+                       const int64_t* out_rows, float* out, Task task, unsigned long long* refusal,
+                       cudaStream_t stream) {
+  if (const char* error = allow_shared(law_of_logits<T>)) return error;
+  law_of_logits<T><<<static_cast<unsigned>(num_rows), kThreads, kSharedBytes, stream>>>(
+      static_cast<const T*>(logits), laws, static_cast<int>(vocab_size), out_rows, out, task, refusal);
+  return last_error();
+}
+
+const char* launch_combine(const int64_t* drafts, const int* num_draft, const RowResults& results, int64_t batch,
+                           int64_t max_draft, int64_t* output, int* emitted, int* telemetry, double* refusal,
+                           cudaStream_t stream) {
+  combine<<<static_cast<unsigned>((batch + 127) / 128), 128, 0, stream>>>(
+      drafts, num_draft, results, static_cast<int>(batch), static_cast<int>(max_draft), output, emitted, telemetry,
+      refusal);
+  return last_error();
+}
+
+}  // namespace
+}  // namespace equivtest::cuda
+
+using namespace equivtest::cuda;
+
+extern "C" {
+
+// accept_logits of the contract: rule 0 is the chain, 1 is match.
+const char* equivtest_accept_logits(const void* logits, int64_t is_bfloat16, const int* row_start,
+                                    const float* temperature, const int* top_k, const float* top_p, const float* min_p,
+                                    const int64_t* draft_token_ids, const int* num_draft, const float* draft_probs,
+                                    const int64_t* keys, const int64_t* positions, int64_t batch, int64_t max_draft,
+                                    int64_t vocab_size, int64_t rule, int64_t* row_tokens, int* row_accepts,
+                                    unsigned long long* row_refusal, int64_t* output_token_ids, int* emitted,
+                                    int* telemetry, double* refusal, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const Laws laws{temperature, top_k, top_p, min_p};
+  const Requests requests{draft_token_ids, num_draft, draft_probs, keys, positions, static_cast<int>(max_draft),
+                          rule == 0 ? Rule::kChain : Rule::kMatch, equivtest::Purpose::kPlain};
+  const RowResults results{row_tokens, row_accepts, row_refusal};
+  const auto judge = is_bfloat16 ? launch_judge<__nv_bfloat16> : launch_judge<float>;
+  if (const char* error = judge(logits, row_start, laws, vocab_size, batch, requests, results, on)) return error;
+  return launch_combine(draft_token_ids, num_draft, results, batch, max_draft, output_token_ids, emitted, telemetry,
+                        refusal, on);
+}
+
+// What verify_probs refuses (task 0), or the laws themselves (task 1).
+const char* equivtest_law_of_logits(const void* logits, int64_t is_bfloat16, const float* temperature,
+                                    const int* top_k, const float* top_p, const float* min_p, int64_t num_rows,
+                                    int64_t vocab_size, const int64_t* out_rows, float* out, int64_t task,
+                                    unsigned long long* row_refusal, void* stream) {
+  const Laws laws{temperature, top_k, top_p, min_p};
+  const auto launch = is_bfloat16 ? launch_law<__nv_bfloat16> : launch_law<float>;
+  return launch(logits, laws, vocab_size, num_rows, out_rows, out, static_cast<Task>(task), row_refusal,
+                static_cast<cudaStream_t>(stream));
+}
+
+// The first half of spec_accept (num_draft given: the chain) and of sample (null: coins of `purpose`): rows decided
+// and checked, nothing put out.
+const char* equivtest_judge_probs(const float* target_probs, const int64_t* draft_token_ids, const int* num_draft,
+                                  const float* draft_probs, const int64_t* keys, const int64_t* positions,
+                                  int64_t batch, int64_t max_draft, int64_t vocab_size, int64_t purpose,
+                                  int64_t* row_tokens, int* row_accepts, unsigned long long* row_refusal,
+                                  void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const Requests requests{draft_token_ids, num_draft, draft_probs, keys, positions, static_cast<int>(max_draft),
+                          num_draft ? Rule::kChain : Rule::kSample, static_cast<equivtest::Purpose>(purpose)};
+  const RowResults results{row_tokens, row_accepts, row_refusal};
+  const unsigned rows = static_cast<unsigned>(batch * (max_draft + 1));
+  judge_probs<<<rows, kThreads, 0, on>>>(target_probs, static_cast<int>(vocab_size), requests, results);
+  const int width = static_cast<int>(max_draft + 1);
+  check_probs<<<static_cast<unsigned>(batch), kThreads, 0, on>>>(target_probs, static_cast<int>(vocab_size), width,
+                                                                  width, num_draft, row_accepts, kBadProbability,
+                                                                  row_refusal);
+  if (draft_probs != nullptr) {
+    check_probs<<<static_cast<unsigned>(batch), kThreads, 0, on>>>(
+        draft_probs, static_cast<int>(vocab_size), width, static_cast<int>(max_draft), num_draft, row_accepts,
+        kBadDraftProbability, row_refusal);
+  }
+  return last_error();
+}
+
+// The second half.
+const char* equivtest_put_out(const int64_t* draft_token_ids, const int* num_draft, int64_t batch, int64_t max_draft,
+                              int64_t* row_tokens, int* row_accepts, unsigned long long* row_refusal,
+                              int64_t* output_token_ids, int* emitted, int* telemetry, void* stream) {
+  return launch_combine(draft_token_ids, num_draft, RowResults{row_tokens, row_accepts, row_refusal}, batch, max_draft,
+                        output_token_ids, emitted, telemetry, nullptr, static_cast<cudaStream_t>(stream));
+}
+}

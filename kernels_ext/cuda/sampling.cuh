@@ -1,0 +1,498 @@
+// What one block does with one row of logits or probabilities: its law as a threshold, and draws from it.
+//
+// The cut of a filter is found without sorting and without writing probabilities. All filters are thresholds on the
+// logit x, since z = x / temperature is monotone. One pass over the row gives its maximum and total mass, and for every
+// thread the largest logit that it met. The smallest of those is a floor that some thousand tokens reach, whatever the
+// row looks like; they are gathered in shared memory, in vocabulary order. Where the filters provably keep none but
+// these, everything after is arithmetic on them; otherwise the same is done over the whole row.
+//
+// Sums have a fixed order (no floating-point atomics): a call gives the same tokens every time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "equivtest/philox.h"
+
+namespace equivtest::cuda {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kCapacity = 8192;    // tokens of a row that shared memory holds
+constexpr int kCuts = 7;           // thresholds tried in one pass of the cut search
+constexpr int kLoadsInFlight = 4;  // 16-byte loads of a thread before the first is used
+constexpr float kInfinity = __builtin_huge_valf();
+
+// Indices into contract.REFUSALS.
+enum Problem : uint32_t {
+  kNoProblem = 0,
+  kNotANumber = 1,
+  kNothingFinite = 2,
+  kOverflow = 3,
+  kBadProbability = 4,
+  kBadDraftProbability = 5,
+  kNoMass = 6,
+  kBadDraftId = 7
+};
+
+// The refusal of the lowest row wins, so that the message does not depend on timing.
+__device__ inline void refuse(unsigned long long* refusal, int64_t row, Problem problem, float value) {
+  const unsigned long long place = (static_cast<unsigned long long>(row) << 8) | problem;
+  atomicMin(refusal, (place << 32) | __float_as_uint(value));
+}
+
+__device__ __forceinline__ float as_float(float x) { return x; }
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Floats in the order of unsigned integers.
+__device__ __forceinline__ uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float of_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// Shared memory of a block beside the gathered tokens.
+struct Shared {
+  double sums[kCuts][kWarps];
+  double total[kCuts];
+  float floats[kWarps];
+  int ints[kWarps];
+  int counts[2][kWarps];
+  long long token;
+};
+
+template <int N>
+__device__ void block_sum(double (&values)[N], Shared& shared) {
+  static_assert(N <= kCuts);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) values[j] += __shfl_xor_sync(~0u, values[j], offset);
+  }
+  __syncthreads();  // the last reader of these sums is done
+  if (lane == 0) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) shared.sums[j][warp] = values[j];
+  }
+  __syncthreads();
+  if (threadIdx.x < N) {
+    double sum = 0;
+    for (int w = 0; w < kWarps; ++w) sum += shared.sums[threadIdx.x][w];
+    shared.total[threadIdx.x] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < N; ++j) values[j] = shared.total[j];
+}
+
+__device__ inline double block_sum(double value, Shared& shared) {
+  double values[1] = {value};
+  block_sum(values, shared);
+  return values[0];
+}
+
+__device__ inline float block_min(float value, Shared& shared) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value = fminf(value, __shfl_xor_sync(~0u, value, offset));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.floats[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = shared.floats[0];
+  for (int w = 1; w < kWarps; ++w) value = fminf(value, shared.floats[w]);
+  return value;
+}
+
+// The largest value of the block and, of the threads that hold it, the lowest id.
+__device__ inline void block_argmax(float* value, int* id, Shared& shared) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const float other = __shfl_xor_sync(~0u, *value, offset);
+    const int other_id = __shfl_xor_sync(~0u, *id, offset);
+    if (other > *value || (other == *value && other_id < *id)) *value = other, *id = other_id;
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.floats[threadIdx.x / 32] = *value, shared.ints[threadIdx.x / 32] = *id;
+  __syncthreads();
+  *value = shared.floats[0], *id = shared.ints[0];
+  for (int w = 1; w < kWarps; ++w) {
+    if (shared.floats[w] > *value || (shared.floats[w] == *value && shared.ints[w] < *id)) {
+      *value = shared.floats[w], *id = shared.ints[w];
+    }
+  }
+}
+
+// Reads a row 16 bytes at a time where its place in memory allows it.
+template <class T>
+struct Reader {
+  static constexpr int kWidth = 16 / sizeof(T);
+
+  const T* row;
+  int vocab_size;
+  bool aligned;
+
+  __device__ Reader(const T* row, int vocab_size)
+      : row(row),
+        vocab_size(vocab_size),
+        aligned(vocab_size % kWidth == 0 && reinterpret_cast<uintptr_t>(row) % 16 == 0) {}
+
+  __device__ int num_vectors() const { return (vocab_size + kWidth - 1) / kWidth; }
+
+  // The logits of a vector; -infinity past the end of the row.
+  __device__ __forceinline__ void load(int vector, float (&x)[kWidth]) const {
+    if (aligned) {
+      const uint4 raw = *reinterpret_cast<const uint4*>(row + static_cast<int64_t>(vector) * kWidth);
+      unpack(raw, x);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const int id = vector * kWidth + j;
+        x[j] = id < vocab_size ? as_float(row[id]) : -kInfinity;
+      }
+    }
+  }
+
+  __device__ static __forceinline__ void unpack(const uint4& raw, float (&x)[kWidth]) {
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if constexpr (sizeof(T) == 2) {
+        x[2 * w] = __uint_as_float(words[w] << 16);
+        x[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+      } else {
+        x[w] = __uint_as_float(words[w]);
+      }
+    }
+  }
+};
+
+// The tokens that the filters may keep, in vocabulary order: gathered ones, or the whole row.
+template <class T>
+struct Items {
+  const T* row;
+  const float* gathered_x;
+  const int* gathered_ids;
+  int count;
+  bool whole_row;
+
+  __device__ __forceinline__ float x(int i) const { return whole_row ? as_float(row[i]) : gathered_x[i]; }
+  __device__ __forceinline__ int id(int i) const { return whole_row ? i : gathered_ids[i]; }
+};
+
+struct RowLaw {
+  float temperature, top_p, min_p;
+  int top_k;
+};
+
+// What a token weighs under the law of a row of logits.
+struct LogitWeight {
+  float max, scale, cut;  // exp((x - max) / temperature) = exp2((x - max) * scale)
+  double norm;            // sum of the weights
+
+  __device__ __forceinline__ float raw(float x) const { return exp2f((x - max) * scale); }
+  __device__ __forceinline__ float operator()(float x) const { return x >= cut ? raw(x) : 0.0f; }
+  __device__ __forceinline__ float probability(float x) const {
+    return static_cast<float>(static_cast<double>((*this)(x)) / norm);
+  }
+};
+
+// What a token weighs where the row holds probabilities.
+struct PlainWeight {
+  __device__ __forceinline__ float operator()(float x) const { return x; }
+  __device__ __forceinline__ float probability(float x) const { return x; }
+};
+
+// The largest threshold that tokens of weight `target` reach; they are in `items`, and reach `low`.
+template <class T, class Weight>
+__device__ float find_cut(const Items<T>& items, Weight weight, double target, float low, float high, Shared& shared) {
+  constexpr int kShift = sizeof(T) == 2 ? 16 : 0;  // bfloat16 has no more than its upper bits
+  uint32_t from = key_of(low) >> kShift, to = (key_of(high) >> kShift) + 1;  // weight(from) >= target > weight(to)
+  while (to - from > 1) {
+    float cuts[kCuts];
+    double reached[kCuts] = {};
+#pragma unroll
+    for (int j = 0; j < kCuts; ++j) {
+      const uint32_t step = static_cast<uint32_t>((static_cast<uint64_t>(to - from) * (j + 1)) / (kCuts + 1));
+      cuts[j] = of_key((from + step) << kShift);
+    }
+    for (int i = threadIdx.x; i < items.count; i += kThreads) {
+      const float x = items.x(i);
+      const double w = weight(x);
+#pragma unroll
+      for (int j = 0; j < kCuts; ++j) {
+        if (x >= cuts[j]) reached[j] += w;
+      }
+    }
+    block_sum(reached, shared);
+    uint32_t new_from = from, new_to = to;
+#pragma unroll
+    for (int j = 0; j < kCuts; ++j) {  // rising thresholds, falling weights
+      const uint32_t key = from + static_cast<uint32_t>((static_cast<uint64_t>(to - from) * (j + 1)) / (kCuts + 1));
+      if (reached[j] >= target) {
+        new_from = key;
+      } else if (key < new_to) {
+        new_to = key;
+      }
+    }
+    from = new_from, to = new_to;
+  }
+  return of_key(from << kShift);
+}
+
+// One block's view of a row of logits.
+template <class T>
+class LogitRow {
+ public:
+  __device__ LogitRow(const T* row, int vocab_size, Shared& shared, float* gathered_x, int* gathered_ids)
+      : reader_(row, vocab_size), shared_(shared), gathered_x_(gathered_x), gathered_ids_(gathered_ids) {}
+
+  // Maximum and mass of the row, or what is wrong with it. Every thread returns the same.
+  __device__ Problem read(const RowLaw& law, float* value) {
+    constexpr int kWidth = Reader<T>::kWidth;
+    const float temperature = law.temperature > 0 ? law.temperature : 1.0f;
+    weight_.scale = fminf(1.44269504088896f / temperature, 3e38f);
+    const int num_vectors = reader_.num_vectors();
+    float best = -kInfinity;
+    int best_id = 0x7fffffff;
+    double mass = 0;
+    for (int first = threadIdx.x; first < num_vectors; first += kThreads * kLoadsInFlight) {
+      float x[kLoadsInFlight][kWidth];
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        const int vector = first + k * kThreads;
+        if (vector < num_vectors) {
+          reader_.load(vector, x[k]);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) x[k][j] = -kInfinity;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        float largest = x[k][0];
+#pragma unroll
+        for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, x[k][j]);
+        if (largest > best) {
+          if (mass > 0) mass *= exp2f((best - largest) * weight_.scale);
+          best = largest;
+#pragma unroll
+          for (int j = kWidth - 1; j >= 0; --j) {
+            if (x[k][j] == largest) best_id = (first + k * kThreads) * kWidth + j;
+          }
+        }
+        const float base = best == -kInfinity ? 0.0f : best;
+        float part = 0;  // NaN where the row holds NaN or +infinity
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) part += exp2f((x[k][j] - base) * weight_.scale);
+        mass += part;
+      }
+    }
+    floor_ = block_min(best, shared_);
+    const float own_best = best;
+    block_argmax(&best, &best_id, shared_);
+    weight_.max = best, best_id_ = best_id;
+    if (mass > 0 && own_best < best) mass *= exp2f((own_best - best) * weight_.scale);
+    total_ = block_sum(mass, shared_);
+    if (isnan(total_)) {
+      *value = first_bad();
+      return kNotANumber;
+    }
+    *value = best;
+    if (best == -kInfinity) return kNothingFinite;
+    *value = best / temperature;
+    return isfinite(*value) ? kNoProblem : kOverflow;
+  }
+
+  // The threshold of the law and the mass that it keeps; `items` and `weight` are usable afterwards.
+  __device__ void filter(const RowLaw& law) {
+    const int vocab_size = reader_.vocab_size;
+    const bool by_count = law.top_k > 0 && law.top_k < vocab_size, by_mass = law.top_p < 1, by_min = law.min_p > 0;
+    weight_.cut = -kInfinity, weight_.norm = total_;
+    items_ = Items<T>{reader_.row, nullptr, nullptr, vocab_size, true};
+    if (!by_count && !by_mass && !by_min) return;
+    float floor = floor_;
+    if (by_mass && !by_count) {
+      // Tokens below this weigh less, all together, than the filter may cut; the slack covers the rounding of exp2.
+      const float lost = static_cast<float>((1.0 - static_cast<double>(law.top_p)) * total_ / vocab_size);
+      floor = fmaxf(floor, weight_.max + (log2f(lost) - 2e-3f) / weight_.scale - 2e-6f * fabsf(weight_.max));
+    }
+    floor = fminf(floor, weight_.max);
+    double mass = 0;
+    const int count = gather(floor, &mass);
+    if (count >= 0 && holds_all(law, by_count, by_mass, floor, count, mass)) {
+      items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
+    } else {
+      floor = -kInfinity;
+    }
+    float cut = -kInfinity;
+    if (by_count) {
+      cut = find_cut(items_, [](float) { return 1.0; }, law.top_k, floor, weight_.max, shared_);
+    }
+    if (by_mass) {
+      weight_.cut = cut;
+      const double kept = by_count ? kept_mass() : total_;
+      const LogitWeight weight = weight_;
+      const double target = static_cast<double>(law.top_p) * kept;
+      cut = fmaxf(cut, find_cut(items_, weight, target, floor, weight_.max, shared_));
+    }
+    if (by_min) {
+      float smallest = weight_.max;
+      for (int i = threadIdx.x; i < items_.count; i += kThreads) {
+        const float x = items_.x(i);
+        if (weight_.raw(x) >= law.min_p) smallest = fminf(smallest, x);
+      }
+      cut = fmaxf(cut, block_min(smallest, shared_));
+    }
+    weight_.cut = cut;
+    weight_.norm = kept_mass();
+  }
+
+  __device__ const Items<T>& items() const { return items_; }
+  __device__ const LogitWeight& weight() const { return weight_; }
+  __device__ int best_id() const { return best_id_; }
+  __device__ float x(int64_t id) const { return as_float(reader_.row[id]); }
+
+ private:
+  // Whether the filters keep none but the gathered tokens.
+  __device__ bool holds_all(const RowLaw& law, bool by_count, bool by_mass, float floor, int count, double mass) const {
+    if (by_count) return count >= law.top_k;
+    if (by_mass) return mass >= static_cast<double>(law.top_p) * total_;
+    return floor == -kInfinity || weight_.raw(floor) < law.min_p;
+  }
+
+  __device__ double kept_mass() {
+    double mass = 0;
+    for (int i = threadIdx.x; i < items_.count; i += kThreads) mass += weight_(items_.x(i));
+    return block_sum(mass, shared_);
+  }
+
+  // Tokens that reach `floor`, in vocabulary order, and what they weigh; returns their number, -1 where they do not fit.
+  __device__ int gather(float floor, double* mass) {
+    constexpr int kWidth = Reader<T>::kWidth;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int num_vectors = reader_.num_vectors();
+    int count = 0, buffer = 0;
+    double own_mass = 0;
+    for (int first = 0; first < num_vectors; first += kThreads, buffer ^= 1) {
+      const int vector = first + threadIdx.x;
+      float x[kWidth];
+      uint32_t reached = 0;
+      if (vector < num_vectors) {
+        reader_.load(vector, x);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          if (x[j] >= floor && vector * kWidth + j < reader_.vocab_size) reached |= 1u << j;
+        }
+      }
+      const int own = __popc(reached);
+      int before = own;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int other = __shfl_up_sync(~0u, before, offset);
+        if (lane >= offset) before += other;
+      }
+      if (lane == 31) shared_.counts[buffer][warp] = before;
+      __syncthreads();
+      int in_warps = 0, in_tile = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        const int of_warp = shared_.counts[buffer][w];
+        if (w < warp) in_warps += of_warp;
+        in_tile += of_warp;
+      }
+      if (count + in_tile > kCapacity) return -1;
+      int place = count + in_warps + before - own;
+      if (reached != 0) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          if (reached >> j & 1) {
+            gathered_x_[place] = x[j];
+            gathered_ids_[place++] = vector * kWidth + j;
+            own_mass += weight_.raw(x[j]);
+          }
+        }
+      }
+      count += in_tile;
+    }
+    *mass = block_sum(own_mass, shared_);  // its barriers publish what was gathered
+    return count;
+  }
+
+  __device__ float first_bad() {
+    int id = 0x7fffffff;
+    for (int i = threadIdx.x; i < reader_.vocab_size && id == 0x7fffffff; i += kThreads) {
+      if (!(as_float(reader_.row[i]) < kInfinity)) id = i;
+    }
+    float found = id == 0x7fffffff ? -kInfinity : 0.0f;
+    block_argmax(&found, &id, shared_);
+    return as_float(reader_.row[id]);
+  }
+
+  Reader<T> reader_;
+  Shared& shared_;
+  float* gathered_x_;
+  int* gathered_ids_;
+  LogitWeight weight_{};
+  Items<T> items_{};
+  double total_ = 0;
+  float floor_ = 0;
+  int best_id_ = 0;
+};
+
+// The first id in vocabulary order whose cumulative weight exceeds u * total, or -1 where nothing weighs anything.
+//
+// of(i): the weight of item i, in float64. Every warp sums a piece of the items; one walks through the piece that holds
+// the answer. Where rounding leaves no such id, it is the last one with weight. Every thread returns the same.
+template <class T, class Of>
+__device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int piece = ((items.count + kWarps - 1) / kWarps + 31) / 32 * 32;
+  const int begin = min(warp * piece, items.count), end = min(begin + piece, items.count);
+  double own = 0;
+  for (int i = begin + lane; i < end; i += 32) own += of(i);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) own += __shfl_xor_sync(~0u, own, offset);
+  __syncthreads();
+  if (lane == 0) shared.sums[0][warp] = own;
+  __syncthreads();
+  double total = 0;
+  for (int w = 0; w < kWarps; ++w) total += shared.sums[0][w];
+  if (!(total > 0)) return -1;
+  const double target = u * total;
+  double before = 0, cumulative = 0;
+  int chosen = 0;
+  for (int w = 0; w < kWarps && !(cumulative > target); ++w) {
+    if (!(shared.sums[0][w] > 0)) continue;
+    chosen = w, before = cumulative, cumulative += shared.sums[0][w];
+  }
+  if (warp == chosen) {
+    int found = -1;
+    for (int first = begin; first < end && found < 0; first += 32) {
+      const int i = first + lane;
+      const double weight = i < end ? of(i) : 0.0;
+      double sum = weight;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const double other = __shfl_up_sync(~0u, sum, offset);
+        if (lane >= offset) sum += other;
+      }
+      const unsigned past = __ballot_sync(~0u, weight > 0 && before + sum > target);
+      if (past != 0) found = first + __ffs(past) - 1;
+      before += __shfl_sync(~0u, sum, 31);
+    }
+    for (int first = begin + (end - 1 - begin) / 32 * 32; first >= begin && found < 0; first -= 32) {
+      const int i = first + lane;
+      const unsigned weighing = __ballot_sync(~0u, i < end && of(i) > 0);
+      if (weighing != 0) found = first + 31 - __clz(weighing);
+    }
+    if (lane == 0) shared.token = items.id(found);
+  }
+  __syncthreads();
+  return shared.token;
+}
+
+}  // namespace equivtest::cuda
