@@ -1,4 +1,4 @@
-"""What it takes to get from logits to accepted tokens on a device: every backend, and the vendor's pipeline in pieces."""
+"""From logits to accepted tokens on a device: every backend, and the vendor's pipeline in pieces."""
 
 from __future__ import annotations
 

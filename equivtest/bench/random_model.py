@@ -1,4 +1,4 @@
-"""Models with the shape of a well-known one and random weights, made on the device: for timing, without a checkpoint."""
+"""Models with the shape of a well-known one and random weights, made on the device: for timing alone."""
 
 from __future__ import annotations
 

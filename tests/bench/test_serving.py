@@ -82,7 +82,7 @@ def test_a_benchmark_of_nothing_is_refused(wrong) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_random_model_has_a_law_of_a_few_nats(tied) -> None:
-    """Logits of deviation 4: entropy near ln(vocab) - 8, where the vocabulary is large enough for that to be reached."""
+    """Logits of deviation 4: entropy near ln(vocab) - 8, in a vocabulary large enough for that."""
     config = tiny_config("qwen3", vocab_size=60_000, hidden=256, tied_embeddings=tied)
     engine = random_engine("test", config, EngineOptions(kernels="reference", dtype="float32", drafter="early_exit"))
     logits = _logits(engine)
