@@ -105,7 +105,7 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     judge_logits(const T* logits, const int* row_start, Laws laws, int vocab_size, Requests requests,
                  RowResults results) {
   extern __shared__ char memory[];
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   judge(law_row.items(), law_row.weight(), row, vocab_size, request, slot, index, requests, results, shared);
 }
 
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     judge_probs(const float* target_probs, int vocab_size, Requests requests, RowResults results) {
   __shared__ Shared shared;
   const int64_t request = blockIdx.x / (requests.max_draft + 1);
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 // Whether every row that a text may draw from holds probabilities; the first that does not is refused.
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     check_probs(const float* probs, int vocab_size, int rows_each, int num_rows_each, const int* num_draft,
                 const int* accepts, Problem problem, unsigned long long* refusal) {
   // Block: one request. The row that it draws from is the first that its coins reject, or the last one.
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 enum class Task : int { kCheck, kWrite };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, 1)
     law_of_logits(const T* logits, Laws laws, int vocab_size, const int64_t* out_rows, float* out, Task task,
                   unsigned long long* refusal) {
   extern __shared__ char memory[];

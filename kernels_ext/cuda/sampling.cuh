@@ -2,9 +2,9 @@
 //
 // The cut of a filter is found without sorting and without writing probabilities. All filters are thresholds on the
 // logit x, since z = x / temperature is monotone. One pass over the row gives its maximum and total mass, and for every
-// thread the largest logit that it met. The smallest of those is a floor that some thousand tokens reach, whatever the
-// row looks like; they are gathered in shared memory, in vocabulary order. Where the filters provably keep none but
-// these, everything after is arithmetic on them; otherwise the same is done over the whole row.
+// thread the largest logit that it met. One of the smaller of those is a floor that some two thousand tokens reach,
+// whatever the row looks like; they are gathered in shared memory, in vocabulary order. Where the filters provably keep
+// none but these, everything after is arithmetic on them; otherwise the same is done over the whole row.
 //
 // Sums have a fixed order (no floating-point atomics): a call gives the same tokens every time.
 #pragma once
@@ -18,11 +18,14 @@
 
 namespace equivtest::cuda {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 1024;     // one block on a multiprocessor: a row is bound by its latency
 constexpr int kWarps = kThreads / 32;
 constexpr int kCapacity = 8192;    // tokens of a row that shared memory holds
 constexpr int kCuts = 7;           // thresholds tried in one pass of the cut search
+constexpr int kSums = kCuts + 1;   // a power of two: what one reduction adds up
 constexpr int kLoadsInFlight = 4;  // 16-byte loads of a thread before the first is used
+// So many threads' largest logits lie above the floor: about twice as many tokens as threads do, by Poisson's law.
+constexpr int kFloorRank = kThreads * 865 / 1000;
 constexpr float kInfinity = __builtin_huge_valf();
 
 // Indices into contract.REFUSALS.
@@ -55,45 +58,63 @@ __device__ __forceinline__ float of_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
+// exp2 to two units in the last place; 0 below 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Shared memory of a block beside the gathered tokens.
 struct Shared {
-  double sums[kCuts][kWarps];
-  double total[kCuts];
+  double sums[kSums][kWarps];
+  double total[kSums];
   float floats[kWarps];
   int ints[kWarps];
-  int counts[2][kWarps];
+  int counts[2][kLoadsInFlight][kWarps];
   long long token;
 };
 
-template <int N>
-__device__ void block_sum(double (&values)[N], Shared& shared) {
-  static_assert(N <= kCuts);
+__device__ __forceinline__ double warp_sum(double value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+
+// Eight sums at once. In every step half of a lane's sums go to its partner, so that there are 9 shuffles and not 40.
+__device__ inline void block_sum(double (&values)[kSums], Shared& shared) {
+  static_assert(kSums == 8 && kWarps == 32);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
+  for (int half = kSums / 2, offset = 16; half > 0; half /= 2, offset /= 2) {
+    const bool upper = lane & offset;
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) values[j] += __shfl_xor_sync(~0u, values[j], offset);
+    for (int j = 0; j < half; ++j) {
+      const double sent = upper ? values[j] : values[j + half];
+      const double kept = upper ? values[j + half] : values[j];
+      values[j] = kept + __shfl_xor_sync(~0u, sent, offset);
+    }
   }
+  values[0] += __shfl_xor_sync(~0u, values[0], 2);
+  values[0] += __shfl_xor_sync(~0u, values[0], 1);
   __syncthreads();  // the last reader of these sums is done
-  if (lane == 0) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) shared.sums[j][warp] = values[j];
-  }
+  if (lane % 4 == 0) shared.sums[lane / 4][warp] = values[0];
   __syncthreads();
-  if (threadIdx.x < N) {
-    double sum = 0;
-    for (int w = 0; w < kWarps; ++w) sum += shared.sums[threadIdx.x][w];
-    shared.total[threadIdx.x] = sum;
+  if (warp < kSums) {
+    const double sum = warp_sum(shared.sums[warp][lane]);
+    if (lane == 0) shared.total[warp] = sum;
   }
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < N; ++j) values[j] = shared.total[j];
+  for (int j = 0; j < kSums; ++j) values[j] = shared.total[j];
 }
 
 __device__ inline double block_sum(double value, Shared& shared) {
-  double values[1] = {value};
-  block_sum(values, shared);
-  return values[0];
+  value = warp_sum(value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.sums[0][threadIdx.x / 32] = value;
+  __syncthreads();
+  return warp_sum(shared.sums[0][threadIdx.x % 32]);  // every warp alike
 }
 
 __device__ inline float block_min(float value, Shared& shared) {
@@ -102,28 +123,39 @@ __device__ inline float block_min(float value, Shared& shared) {
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared.floats[threadIdx.x / 32] = value;
   __syncthreads();
-  value = shared.floats[0];
-  for (int w = 1; w < kWarps; ++w) value = fminf(value, shared.floats[w]);
+  value = shared.floats[threadIdx.x % 32];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value = fminf(value, __shfl_xor_sync(~0u, value, offset));
   return value;
 }
 
 // The largest value of the block and, of the threads that hold it, the lowest id.
 __device__ inline void block_argmax(float* value, int* id, Shared& shared) {
+  for (int level = 0; level < 2; ++level) {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    const float other = __shfl_xor_sync(~0u, *value, offset);
-    const int other_id = __shfl_xor_sync(~0u, *id, offset);
-    if (other > *value || (other == *value && other_id < *id)) *value = other, *id = other_id;
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared.floats[threadIdx.x / 32] = *value, shared.ints[threadIdx.x / 32] = *id;
-  __syncthreads();
-  *value = shared.floats[0], *id = shared.ints[0];
-  for (int w = 1; w < kWarps; ++w) {
-    if (shared.floats[w] > *value || (shared.floats[w] == *value && shared.ints[w] < *id)) {
-      *value = shared.floats[w], *id = shared.ints[w];
+    for (int offset = 16; offset > 0; offset /= 2) {
+      const float other = __shfl_xor_sync(~0u, *value, offset);
+      const int other_id = __shfl_xor_sync(~0u, *id, offset);
+      if (other > *value || (other == *value && other_id < *id)) *value = other, *id = other_id;
     }
+    if (level == 1) break;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared.floats[threadIdx.x / 32] = *value, shared.ints[threadIdx.x / 32] = *id;
+    __syncthreads();
+    *value = shared.floats[threadIdx.x % 32], *id = shared.ints[threadIdx.x % 32];
   }
+}
+
+// The `rank`-th largest of the threads' values, but for its last bits: at least so many reach it.
+__device__ inline float block_rank(float value, int rank) {
+  constexpr int kShift = 12;
+  const uint32_t key = key_of(value) >> kShift;
+  uint32_t from = 0;
+#pragma unroll 1
+  for (uint32_t bit = 1u << (31 - kShift); bit > 0; bit >>= 1) {
+    if (__syncthreads_count(key >= (from | bit)) >= rank) from |= bit;
+  }
+  return from <= key_of(-kInfinity) >> kShift ? -kInfinity : of_key(from << kShift);
 }
 
 // Reads a row 16 bytes at a time where its place in memory allows it.
@@ -179,6 +211,28 @@ struct Items {
   int count;
   bool whole_row;
 
+  // Calls group_done() after at most 8 calls of each(x), for every item that this thread has.
+  template <class Each, class GroupDone>
+  __device__ __forceinline__ void for_each(const Each& each, const GroupDone& group_done) const {
+    if (whole_row) {
+      const Reader<T> reader(row, count);
+      for (int vector = threadIdx.x; vector < reader.num_vectors(); vector += kThreads) {
+        float x[Reader<T>::kWidth];
+        reader.load(vector, x);
+#pragma unroll
+        for (int j = 0; j < Reader<T>::kWidth; ++j) {
+          if (vector * Reader<T>::kWidth + j < count) each(x[j]);
+        }
+        group_done();
+      }
+    } else {
+      for (int i = threadIdx.x; i < count; i += kThreads) {
+        each(gathered_x[i]);
+        group_done();
+      }
+    }
+  }
+
   __device__ __forceinline__ float x(int i) const { return whole_row ? as_float(row[i]) : gathered_x[i]; }
   __device__ __forceinline__ int id(int i) const { return whole_row ? i : gathered_ids[i]; }
 };
@@ -193,7 +247,7 @@ struct LogitWeight {
   float max, scale, cut;  // exp((x - max) / temperature) = exp2((x - max) * scale)
   double norm;            // sum of the weights
 
-  __device__ __forceinline__ float raw(float x) const { return exp2f((x - max) * scale); }
+  __device__ __forceinline__ float raw(float x) const { return exp2_fast((x - max) * scale); }
   __device__ __forceinline__ float operator()(float x) const { return x >= cut ? raw(x) : 0.0f; }
   __device__ __forceinline__ float probability(float x) const {
     return static_cast<float>(static_cast<double>((*this)(x)) / norm);
@@ -212,21 +266,23 @@ __device__ float find_cut(const Items<T>& items, Weight weight, double target, f
   constexpr int kShift = sizeof(T) == 2 ? 16 : 0;  // bfloat16 has no more than its upper bits
   uint32_t from = key_of(low) >> kShift, to = (key_of(high) >> kShift) + 1;  // weight(from) >= target > weight(to)
   while (to - from > 1) {
-    float cuts[kCuts];
-    double reached[kCuts] = {};
+    float cuts[kCuts], part[kCuts] = {};
+    double reached[kSums] = {};
 #pragma unroll
     for (int j = 0; j < kCuts; ++j) {
       const uint32_t step = static_cast<uint32_t>((static_cast<uint64_t>(to - from) * (j + 1)) / (kCuts + 1));
       cuts[j] = of_key((from + step) << kShift);
     }
-    for (int i = threadIdx.x; i < items.count; i += kThreads) {
-      const float x = items.x(i);
-      const double w = weight(x);
+    items.for_each(
+        [&](float x) {
+          const float w = weight(x);
 #pragma unroll
-      for (int j = 0; j < kCuts; ++j) {
-        if (x >= cuts[j]) reached[j] += w;
-      }
-    }
+          for (int j = 0; j < kCuts; ++j) part[j] += x >= cuts[j] ? w : 0.0f;
+        },
+        [&] {
+#pragma unroll
+          for (int j = 0; j < kCuts; ++j) reached[j] += part[j], part[j] = 0;
+        });
     block_sum(reached, shared);
     uint32_t new_from = from, new_to = to;
 #pragma unroll
@@ -277,7 +333,7 @@ class LogitRow {
 #pragma unroll
         for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, x[k][j]);
         if (largest > best) {
-          if (mass > 0) mass *= exp2f((best - largest) * weight_.scale);
+          if (mass > 0) mass *= exp2_fast((best - largest) * weight_.scale);
           best = largest;
 #pragma unroll
           for (int j = kWidth - 1; j >= 0; --j) {
@@ -287,15 +343,15 @@ class LogitRow {
         const float base = best == -kInfinity ? 0.0f : best;
         float part = 0;  // NaN where the row holds NaN or +infinity
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) part += exp2f((x[k][j] - base) * weight_.scale);
+        for (int j = 0; j < kWidth; ++j) part += exp2_fast((x[k][j] - base) * weight_.scale);
         mass += part;
       }
     }
-    floor_ = block_min(best, shared_);
+    floor_ = block_rank(best, kFloorRank);
     const float own_best = best;
     block_argmax(&best, &best_id, shared_);
     weight_.max = best, best_id_ = best_id;
-    if (mass > 0 && own_best < best) mass *= exp2f((own_best - best) * weight_.scale);
+    if (mass > 0 && own_best < best) mass *= exp2_fast((own_best - best) * weight_.scale);
     total_ = block_sum(mass, shared_);
     if (isnan(total_)) {
       *value = first_bad();
@@ -314,23 +370,26 @@ class LogitRow {
     weight_.cut = -kInfinity, weight_.norm = total_;
     items_ = Items<T>{reader_.row, nullptr, nullptr, vocab_size, true};
     if (!by_count && !by_mass && !by_min) return;
-    float floor = floor_;
+    float floor = floor_, mass_floor = -kInfinity;
     if (by_mass && !by_count) {
       // Tokens below this weigh less, all together, than the filter may cut; the slack covers the rounding of exp2.
       const float lost = static_cast<float>((1.0 - static_cast<double>(law.top_p)) * total_ / vocab_size);
-      floor = fmaxf(floor, weight_.max + (log2f(lost) - 2e-3f) / weight_.scale - 2e-6f * fabsf(weight_.max));
+      mass_floor = weight_.max + (log2f(lost) - 2e-3f) / weight_.scale - 2e-6f * fabsf(weight_.max);
+      floor = fmaxf(floor, mass_floor);
     }
     floor = fminf(floor, weight_.max);
     double mass = 0;
     const int count = gather(floor, &mass);
     if (count >= 0 && holds_all(law, by_count, by_mass, floor, count, mass)) {
       items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
-    } else {
+    } else if (by_count || !by_mass) {
       floor = -kInfinity;
+    } else {
+      floor = fminf(mass_floor, weight_.max);
     }
     float cut = -kInfinity;
     if (by_count) {
-      cut = find_cut(items_, [](float) { return 1.0; }, law.top_k, floor, weight_.max, shared_);
+      cut = find_cut(items_, [](float) { return 1.0f; }, law.top_k, floor, weight_.max, shared_);
     }
     if (by_mass) {
       weight_.cut = cut;
@@ -341,10 +400,11 @@ class LogitRow {
     }
     if (by_min) {
       float smallest = weight_.max;
-      for (int i = threadIdx.x; i < items_.count; i += kThreads) {
-        const float x = items_.x(i);
-        if (weight_.raw(x) >= law.min_p) smallest = fminf(smallest, x);
-      }
+      items_.for_each(
+          [&](float x) {
+            if (weight_.raw(x) >= law.min_p) smallest = fminf(smallest, x);
+          },
+          [] {});
       cut = fmaxf(cut, block_min(smallest, shared_));
     }
     weight_.cut = cut;
@@ -366,7 +426,8 @@ class LogitRow {
 
   __device__ double kept_mass() {
     double mass = 0;
-    for (int i = threadIdx.x; i < items_.count; i += kThreads) mass += weight_(items_.x(i));
+    float part = 0;
+    items_.for_each([&](float x) { part += weight_(x); }, [&] { mass += part, part = 0; });
     return block_sum(mass, shared_);
   }
 
@@ -377,46 +438,54 @@ class LogitRow {
     const int num_vectors = reader_.num_vectors();
     int count = 0, buffer = 0;
     double own_mass = 0;
-    for (int first = 0; first < num_vectors; first += kThreads, buffer ^= 1) {
-      const int vector = first + threadIdx.x;
-      float x[kWidth];
-      uint32_t reached = 0;
-      if (vector < num_vectors) {
-        reader_.load(vector, x);
+    for (int first = 0; first < num_vectors; first += kThreads * kLoadsInFlight, buffer ^= 1) {
+      uint32_t reached = 0;  // a bit an entry of this thread's vectors
+      int before[kLoadsInFlight];
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          if (x[j] >= floor && vector * kWidth + j < reader_.vocab_size) reached |= 1u << j;
-        }
-      }
-      const int own = __popc(reached);
-      int before = own;
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        const int vector = first + k * kThreads + threadIdx.x;
+        if (vector < num_vectors) {
+          float x[kWidth];
+          reader_.load(vector, x);
 #pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int other = __shfl_up_sync(~0u, before, offset);
-        if (lane >= offset) before += other;
-      }
-      if (lane == 31) shared_.counts[buffer][warp] = before;
-      __syncthreads();
-      int in_warps = 0, in_tile = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const int of_warp = shared_.counts[buffer][w];
-        if (w < warp) in_warps += of_warp;
-        in_tile += of_warp;
-      }
-      if (count + in_tile > kCapacity) return -1;
-      int place = count + in_warps + before - own;
-      if (reached != 0) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          if (reached >> j & 1) {
-            gathered_x_[place] = x[j];
-            gathered_ids_[place++] = vector * kWidth + j;
-            own_mass += weight_.raw(x[j]);
+          for (int j = 0; j < kWidth; ++j) {
+            if (x[j] >= floor && vector * kWidth + j < reader_.vocab_size) reached |= 1u << (k * kWidth + j);
           }
         }
       }
-      count += in_tile;
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        before[k] = __popc(reached >> (k * kWidth) & ((1u << kWidth) - 1));
+#pragma unroll
+        for (int offset = 1; offset < 32; offset *= 2) {
+          const int other = __shfl_up_sync(~0u, before[k], offset);
+          if (lane >= offset) before[k] += other;
+        }
+        if (lane == 31) shared_.counts[buffer][k][warp] = before[k];
+      }
+      __syncthreads();
+      // Entries of earlier vectors, then of earlier warps, then of earlier lanes come first: the order of the ids.
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        const int of_warp = shared_.counts[buffer][k][lane];
+        const int in_warps = __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
+        const int in_all = __reduce_add_sync(~0u, of_warp);
+        const uint32_t own = reached >> (k * kWidth) & ((1u << kWidth) - 1);
+        if (count + in_all > kCapacity) return -1;
+        if (own != 0) {
+          const int vector = first + k * kThreads + threadIdx.x;
+          int place = count + in_warps + before[k] - __popc(own);
+          for (int j = 0; j < kWidth; ++j) {
+            if (own >> j & 1) {
+              const float x = as_float(reader_.row[vector * kWidth + j]);
+              gathered_x_[place] = x;
+              gathered_ids_[place++] = vector * kWidth + j;
+              own_mass += weight_.raw(x);
+            }
+          }
+        }
+        count += in_all;
+      }
     }
     *mass = block_sum(own_mass, shared_);  // its barriers publish what was gathered
     return count;
@@ -459,8 +528,7 @@ __device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& s
   __syncthreads();
   if (lane == 0) shared.sums[0][warp] = own;
   __syncthreads();
-  double total = 0;
-  for (int w = 0; w < kWarps; ++w) total += shared.sums[0][w];
+  const double total = warp_sum(shared.sums[0][lane]);
   if (!(total > 0)) return -1;
   const double target = u * total;
   double before = 0, cumulative = 0;
