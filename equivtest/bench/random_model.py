@@ -40,8 +40,8 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
     }
 )
 LOGIT_DEVIATION = 5.0
-"""Standard deviation of a row of logits. Over 151,936 tokens such a law has 3.4 nats of entropy and a likeliest token of
-.33 on average; at temperature .8 it has 2.3 nats and .46: about as a language model's."""
+"""Standard deviation of a row of logits. Over 151,936 tokens such a law has 3.4 nats of entropy and a likeliest token
+of .33 on average; at temperature .8 it has 2.3 nats and .46: about as a language model's."""
 _EMBEDDING_DEVIATION = 0.02
 """Small beside what the layers add, so that a tied head does not just repeat the token it was fed."""
 _TOKENIZER_OF = "tiny"
