@@ -52,7 +52,8 @@ class FlashInferAttention:
 
     def run(self, query: Tensor, kv_pages: Tensor, plan: FlashInferPlan) -> Tensor:
         # Rows that belong to nobody are left as they are.
-        out = torch.zeros_like(query) if plan.in_graph else torch.empty_like(query)
+        is_whole = not plan.in_graph and len(query) == plan.batch.host.query_start[-1]
+        out = torch.empty_like(query) if is_whole else torch.zeros_like(query)
         result: Tensor = plan.wrapper.run(query, kv_pages, out=out)
         return result
 
