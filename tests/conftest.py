@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from equivtest.decoder.weights import Checkpoint
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where torch finds no usable CUDA device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The built-in model's file, fetched on first use."""

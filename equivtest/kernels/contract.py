@@ -113,6 +113,7 @@ REFUSALS = (
     "draft probabilities must be finite and at least 0",
     "probabilities must not all be 0",
     "draft id out of range",
+    "num_draft must be in 0..K and row_start must name rows of logits",
 )
 """What a kernel may find wrong with the values of a row."""
 

@@ -65,7 +65,8 @@ class CudaBackend:
         self._library = load_library()
         self._layers = CudaLayers()
         self._attention = CudaAttention(self)
-        self._refused: Tensor | None = None
+        self._refused = torch.full((1,), _NOTHING_REFUSED, dtype=torch.int64, device="cuda")
+        """What the kernels of a call note the lowest row's refusal in; it says so of none between calls."""
 
     def accept_logits(
         self,
@@ -85,10 +86,10 @@ class CudaBackend:
         result = scratch.accepted(batch, max_draft)
         if batch:
             self._library.call(
-                "accept_logits", logits, logits.dtype == torch.bfloat16, row_start, *params,
+                "accept_logits", logits, logits.dtype == torch.bfloat16, logits.shape[0], row_start, *params,
                 draft_token_ids.contiguous(), num_draft, draft_probs, streams.keys, streams.positions,
                 batch, max_draft, logits.shape[1], rule == "match",
-                scratch.row_tokens, scratch.row_accepts, self._refusal(logits.device), *result[:3], scratch.refusal,
+                scratch.row_tokens, scratch.row_accepts, self._refused, *result[:3], scratch.refusal,
             )  # fmt: skip
         return result._replace(refusal=scratch.refusal)
 
@@ -97,17 +98,16 @@ class CudaBackend:
         num_rows, vocab_size = logits.shape
         if num_rows == 0:
             return out
-        refusal = self._refusal(logits.device)
         columns = [column.contiguous() for column in params]
         rows = None if out_rows is None else out_rows.contiguous()
         logits = logits.contiguous()
         for task in (_CHECK, _WRITE):
             self._library.call(
                 "law_of_logits", logits, logits.dtype == torch.bfloat16, *columns, num_rows, vocab_size, rows, out,
-                task, refusal,
+                task, self._refused,
             )  # fmt: skip
             if task == _CHECK:
-                self._raise_refusal("verify_probs", refusal)
+                self._raise_refusal("verify_probs")
         return out
 
     def spec_accept(
@@ -125,16 +125,15 @@ class CudaBackend:
         result = scratch.accepted(batch, max_draft)
         if batch == 0:
             return result
-        refusal = self._refusal(target_probs.device)
         draft_token_ids, num_draft = draft_token_ids.contiguous(), num_draft.contiguous()
         q = None if draft_probs is None else draft_probs.contiguous()
         keys, positions = (column.contiguous() for column in streams)
-        rows = (scratch.row_tokens, scratch.row_accepts, refusal)
+        rows = (scratch.row_tokens, scratch.row_accepts, self._refused)
         self._library.call(
             "judge_probs", target_probs.contiguous(), draft_token_ids, num_draft, q, keys, positions,
             batch, max_draft, target_probs.shape[2], 0, *rows,
         )  # fmt: skip
-        self._raise_refusal("spec_accept", refusal)
+        self._raise_refusal("spec_accept")
         self._library.call("put_out", draft_token_ids, num_draft, batch, max_draft, *rows, *result[:3])
         return result
 
@@ -145,14 +144,13 @@ class CudaBackend:
         batch, vocab_size = target_probs.shape
         if batch == 0:
             return out
-        refusal = self._refusal(target_probs.device)
         keys, positions = (column.contiguous() for column in streams)
         tokens, accepts = torch.empty_like(out), torch.empty(batch, dtype=torch.int32, device=out.device)
         self._library.call(
             "judge_probs", target_probs.contiguous(), None, None, None, keys, positions,
-            batch, 0, vocab_size, int(purpose), tokens, accepts, refusal,
+            batch, 0, vocab_size, int(purpose), tokens, accepts, self._refused,
         )  # fmt: skip
-        self._raise_refusal("sample", refusal)
+        self._raise_refusal("sample")
         return out.copy_(tokens)
 
     def plan_attention(
@@ -172,15 +170,9 @@ class CudaBackend:
     def layers(self) -> LayerOps:
         return self._layers
 
-    def _refusal(self, device: torch.device) -> Tensor:
-        """int64 [1], what the kernels of a call note the lowest row's refusal in; it says so of none between calls."""
-        if self._refused is None:
-            self._refused = torch.full((1,), _NOTHING_REFUSED, dtype=torch.int64, device=device)
-        return self._refused
-
-    def _raise_refusal(self, op: str, refusal: Tensor) -> None:
-        bits = int(refusal)
+    def _raise_refusal(self, op: str) -> None:
+        bits = int(self._refused)
         if bits != _NOTHING_REFUSED:
-            refusal.fill_(_NOTHING_REFUSED)
+            self._refused.fill_(_NOTHING_REFUSED)
             value = np.array([bits & 0xFFFFFFFF], np.uint32).view(np.float32)[0]
             raise_refusal(op, np.array([bits >> 32 & 0xFF, bits >> 40, value], np.float64))

@@ -34,7 +34,7 @@ struct Requests {
 };
 
 struct RowResults {
-  int64_t* tokens;  // [batch * (max_draft + 1)]: what the row puts out if the text ends its round there
+  int64_t* tokens;  // [batch * (max_draft + 1)]: what the row puts out if the text ends its round there; -1 for nothing
   int* accepts;     // the same: whether its own coin keeps its draft
   unsigned long long* refusal;
 };
@@ -98,22 +98,30 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
     accepted = has_draft && token == draft;
   }
   if (threadIdx.x == 0) {
-    if (token < 0 && !accepted && !refused) refuse(results.refusal, named_row, kNoMass, 0.0f);
-    results.tokens[place] = token < 0 ? 0 : token;
+    results.tokens[place] = refused ? 0 : token;
     results.accepts[place] = accepted;
   }
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
-    judge_logits(const T* logits, const int* row_start, Laws laws, int vocab_size, Requests requests,
-                 RowResults results) {
+    judge_logits(const T* logits, int64_t num_rows, const int* row_start, Laws laws, int vocab_size,
+                 Requests requests, RowResults results) {
   extern __shared__ char memory[];
   __shared__ Shared shared;
   const int64_t request = blockIdx.x / (requests.max_draft + 1);
   const int slot = blockIdx.x % (requests.max_draft + 1);
-  if (slot > max(0, min(requests.num_draft[request], requests.max_draft))) return;
-  const int64_t index = row_start[request] + slot;
+  const int num_draft = requests.num_draft[request];
+  if (slot > max(0, min(num_draft, requests.max_draft))) return;
+  const int64_t index = static_cast<int64_t>(row_start[request]) + slot;
+  const bool counts = num_draft >= 0 && num_draft <= requests.max_draft;
+  if (!counts || index < 0 || index >= num_rows) {
+    if (threadIdx.x == 0) {
+      refuse(results.refusal, request, kBadRows, static_cast<float>(counts ? index : num_draft));
+      results.tokens[blockIdx.x] = 0, results.accepts[blockIdx.x] = 0;
+    }
+    return;
+  }
   const T* row = logits + index * vocab_size;
   float* gathered_x = reinterpret_cast<float*>(memory);
   LogitRow<T> law_row(row, vocab_size, shared, gathered_x, reinterpret_cast<int*>(gathered_x + kCapacity));
@@ -137,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       __device__ float operator()(float) const { return 1.0f; }
       __device__ float probability(float) const { return draft == best ? 1.0f : 0.0f; }
     };
-    const int64_t draft = slot < requests.num_draft[request]
+    const int64_t draft = slot < num_draft
                               ? requests.draft_token_ids[request * requests.max_draft + slot]
                               : law_row.best_id();
     const Items<T> one{row, &x, &id, 1, false};
@@ -162,22 +170,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   judge(items, PlainWeight{}, row, vocab_size, request, slot, request, requests, results, shared);
 }
 
-// Whether every row that a text may draw from holds probabilities; the first that does not is refused.
+// Refuses the row that a request draws from, the first that its coins reject or its last one, where that does not hold
+// probabilities. The rows after it are nobody's: whatever they hold is fine.
 __global__ void __launch_bounds__(kThreads, 1)
-    check_probs(const float* probs, int vocab_size, int rows_each, int num_rows_each, const int* num_draft,
-                const int* accepts, Problem problem, unsigned long long* refusal) {
-  // Block: one request. The row that it draws from is the first that its coins reject, or the last one.
+    check_probs(const float* probs, int vocab_size, int rows_each, int max_draft, const int* num_draft,
+                Problem problem, RowResults results) {
   const int64_t request = blockIdx.x;
+  const int64_t first = request * (max_draft + 1);
+  const int count = num_draft ? max(0, min(num_draft[request], max_draft)) : 0;
   int slot = 0;
-  if (num_draft) {
-    const int count = max(0, min(num_draft[request], rows_each - 1));
-    while (slot < count && accepts[request * rows_each + slot]) ++slot;
-    if (slot >= num_rows_each || (problem == kBadDraftProbability && slot == count)) return;
-  }
-  const float* row = probs + (request * num_rows_each + slot) * vocab_size;
+  while (slot < count && results.accepts[first + slot]) ++slot;
+  if (problem == kBadDraftProbability && slot == count) return;
+  const float* row = probs + (request * rows_each + slot) * vocab_size;
   for (int i = threadIdx.x; i < vocab_size; i += kThreads) {
-    if (!(row[i] >= 0 && row[i] < kInfinity)) refuse(refusal, request, problem, row[i]);
+    if (!(row[i] >= 0 && row[i] < kInfinity)) refuse(results.refusal, request, problem, row[i]);
   }
+  if (threadIdx.x == 0 && results.tokens[first + slot] < 0) refuse(results.refusal, request, kNoMass, 0.0f);
 }
 
 enum class Task : int { kCheck, kWrite };
@@ -253,11 +261,11 @@ const char* allow_shared(Kernel kernel) {
 }
 
 template <class T>
-const char* launch_judge(const void* logits, const int* row_start, const Laws& laws, int64_t vocab_size, int64_t batch,
+const char* launch_judge(const void* logits, int64_t num_rows, const int* row_start, const Laws& laws, int64_t vocab_size, int64_t batch,
                          const Requests& requests, const RowResults& results, cudaStream_t stream) {
   if (const char* error = allow_shared(judge_logits<T>)) return error;
   judge_logits<T><<<static_cast<unsigned>(batch * (requests.max_draft + 1)), kThreads, kSharedBytes, stream>>>(
-      static_cast<const T*>(logits), row_start, laws, static_cast<int>(vocab_size), requests, results);
+      static_cast<const T*>(logits), num_rows, row_start, laws, static_cast<int>(vocab_size), requests, results);
   return last_error();
 }
 
@@ -288,7 +296,7 @@ using namespace equivtest::cuda;
 extern "C" {
 
 // accept_logits of the contract: rule 0 is the chain, 1 is match.
-const char* equivtest_accept_logits(const void* logits, int64_t is_bfloat16, const int* row_start,
+const char* equivtest_accept_logits(const void* logits, int64_t is_bfloat16, int64_t num_rows, const int* row_start,
                                     const float* temperature, const int* top_k, const float* top_p, const float* min_p,
                                     const int64_t* draft_token_ids, const int* num_draft, const float* draft_probs,
                                     const int64_t* keys, const int64_t* positions, int64_t batch, int64_t max_draft,
@@ -301,7 +309,7 @@ const char* equivtest_accept_logits(const void* logits, int64_t is_bfloat16, con
                           rule == 0 ? Rule::kChain : Rule::kMatch, equivtest::Purpose::kPlain};
   const RowResults results{row_tokens, row_accepts, row_refusal};
   const auto judge = is_bfloat16 ? launch_judge<__nv_bfloat16> : launch_judge<float>;
-  if (const char* error = judge(logits, row_start, laws, vocab_size, batch, requests, results, on)) return error;
+  if (const char* error = judge(logits, num_rows, row_start, laws, vocab_size, batch, requests, results, on)) return error;
   return launch_combine(draft_token_ids, num_draft, results, batch, max_draft, output_token_ids, emitted, telemetry,
                         refusal, on);
 }
@@ -330,15 +338,13 @@ const char* equivtest_judge_probs(const float* target_probs, const int64_t* draf
   const RowResults results{row_tokens, row_accepts, row_refusal};
   const unsigned rows = static_cast<unsigned>(batch * (max_draft + 1));
   judge_probs<<<rows, kThreads, 0, on>>>(target_probs, static_cast<int>(vocab_size), requests, results);
-  const int width = static_cast<int>(max_draft + 1);
-  check_probs<<<static_cast<unsigned>(batch), kThreads, 0, on>>>(target_probs, static_cast<int>(vocab_size), width,
-                                                                  width, num_draft, row_accepts, kBadProbability,
-                                                                  row_refusal);
-  if (draft_probs != nullptr) {
-    check_probs<<<static_cast<unsigned>(batch), kThreads, 0, on>>>(
-        draft_probs, static_cast<int>(vocab_size), width, static_cast<int>(max_draft), num_draft, row_accepts,
-        kBadDraftProbability, row_refusal);
-  }
+  const auto check = [&](const float* probs, int64_t rows_each, Problem problem) {
+    check_probs<<<static_cast<unsigned>(batch), kThreads, 0, on>>>(probs, static_cast<int>(vocab_size),
+                                                                   static_cast<int>(rows_each), requests.max_draft,
+                                                                   num_draft, problem, results);
+  };
+  check(target_probs, max_draft + 1, kBadProbability);
+  if (draft_probs != nullptr) check(draft_probs, max_draft, kBadDraftProbability);
   return last_error();
 }
 

@@ -37,7 +37,8 @@ enum Problem : uint32_t {
   kBadProbability = 4,
   kBadDraftProbability = 5,
   kNoMass = 6,
-  kBadDraftId = 7
+  kBadDraftId = 7,
+  kBadRows = 8
 };
 
 // The refusal of the lowest row wins, so that the message does not depend on timing.
@@ -514,34 +515,43 @@ class LogitRow {
 
 // The first id in vocabulary order whose cumulative weight exceeds u * total, or -1 where nothing weighs anything.
 //
-// of(i): the weight of item i, in float64. Every warp sums a piece of the items; one walks through the piece that holds
-// the answer. Where rounding leaves no such id, it is the last one with weight. Every thread returns the same.
+// of(i): the weight of item i, in float64. Every warp sums a piece of the items; the piece that holds the answer is cut
+// up again until one warp can walk through it. Where rounding leaves no such id, it is the last one with weight. Every
+// thread returns the same.
 template <class T, class Of>
 __device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& shared) {
+  constexpr int kWalk = 256;  // items
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int piece = ((items.count + kWarps - 1) / kWarps + 31) / 32 * 32;
-  const int begin = min(warp * piece, items.count), end = min(begin + piece, items.count);
-  double own = 0;
-  for (int i = begin + lane; i < end; i += 32) own += of(i);
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) own += __shfl_xor_sync(~0u, own, offset);
-  __syncthreads();
-  if (lane == 0) shared.sums[0][warp] = own;
-  __syncthreads();
-  const double total = warp_sum(shared.sums[0][lane]);
-  if (!(total > 0)) return -1;
-  const double target = u * total;
-  double before = 0, cumulative = 0;
-  int chosen = 0;
-  for (int w = 0; w < kWarps && !(cumulative > target); ++w) {
-    if (!(shared.sums[0][w] > 0)) continue;
-    chosen = w, before = cumulative, cumulative += shared.sums[0][w];
-  }
-  if (warp == chosen) {
+  int from = 0, to = items.count;
+  double before = 0, target = -1;  // what weighs in front of `from`; u * total, once it is known
+  do {
+    const int piece = ((to - from + kWarps - 1) / kWarps + 31) / 32 * 32;
+    const int begin = min(from + warp * piece, to), end = min(begin + piece, to);
+    double own = 0;
+#pragma unroll 4
+    for (int i = begin + lane; i < end; i += 32) own += of(i);
+    own = warp_sum(own);
+    __syncthreads();
+    if (lane == 0) shared.sums[0][warp] = own;
+    __syncthreads();
+    if (target < 0) {
+      const double total = warp_sum(shared.sums[0][lane]);
+      if (!(total > 0)) return -1;
+      target = u * total;
+    }
+    double cumulative = before;
+    int chosen = 0;
+    for (int w = 0; w < kWarps && !(cumulative > target); ++w) {
+      if (!(shared.sums[0][w] > 0)) continue;
+      chosen = w, before = cumulative, cumulative += shared.sums[0][w];
+    }
+    from = min(from + chosen * piece, to), to = min(from + piece, to);
+  } while (to - from > kWalk);
+  if (warp == 0) {
     int found = -1;
-    for (int first = begin; first < end && found < 0; first += 32) {
+    for (int first = from; first < to && found < 0; first += 32) {
       const int i = first + lane;
-      const double weight = i < end ? of(i) : 0.0;
+      const double weight = i < to ? of(i) : 0.0;
       double sum = weight;
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
@@ -552,9 +562,9 @@ __device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& s
       if (past != 0) found = first + __ffs(past) - 1;
       before += __shfl_sync(~0u, sum, 31);
     }
-    for (int first = begin + (end - 1 - begin) / 32 * 32; first >= begin && found < 0; first -= 32) {
+    for (int first = from + (to - 1 - from) / 32 * 32; first >= from && found < 0; first -= 32) {
       const int i = first + lane;
-      const unsigned weighing = __ballot_sync(~0u, i < end && of(i) > 0);
+      const unsigned weighing = __ballot_sync(~0u, i < to && of(i) > 0);
       if (weighing != 0) found = first + 31 - __clz(weighing);
     }
     if (lane == 0) shared.token = items.id(found);

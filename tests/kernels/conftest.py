@@ -7,7 +7,10 @@ import pytest
 from equivtest.kernels.contract import KernelBackend
 from equivtest.kernels.registry import get_backend
 
+from .on_device import OnDevice
 
-@pytest.fixture(params=["reference", "cpp"])
+
+@pytest.fixture(params=["reference", "cpp", pytest.param("cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
-    return get_backend(request.param)
+    found = get_backend(request.param)
+    return found if "cpu" in found.capabilities.devices else OnDevice(found)
