@@ -8,22 +8,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from equivtest.bench.latency import serve
+from equivtest.bench.measured import describe_device
 from equivtest.decoder.config import ModelConfig
+from equivtest.decoder.executor import Executor
 from equivtest.decoder.hub import resolve_model
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
 from equivtest.decoder.weights import default_dtype, load_checkpoint
+from equivtest.engines.decoder import require_device, require_served
 from equivtest.errors import InvalidSetting, UnsupportedModel, UsageError
 from equivtest.kernels.contract import RowParams, Streams
 from equivtest.kernels.registry import get_backend
-from equivtest.records import SamplingParams
+from equivtest.records import Request, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,19 +55,20 @@ class DecodeBench:
     """Tokens in the cache of each sequence when the first timed step begins, less the warm-up steps."""
     dtype: str
     threads: int
+    device: Mapping[str, Any]
+    """Name, size and versions."""
     shared_prompt: bool
     """Our sequences share the pages of one prompt, as the samples of a protocol do; transformers cannot."""
     params: SamplingParams
     backend: str
     step: StepTiming
-    """Ours: forward, head, filter and draw."""
+    """Ours: forward, head, filter and draw; on a GPU the whole of a step of the executor, which also commits."""
     forward: StepTiming
-    """Ours: forward and head alone."""
+    """Ours: forward and head alone; on a GPU a graph."""
     hf_step: StepTiming
     """A step of transformers' `generate` under the same params."""
     hf_forward: StepTiming
     """transformers' forward and head alone, with its own cache."""
-    versions: dict[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
         """One table row a way of decoding; `speedup` is over transformers doing the same."""
@@ -89,7 +93,8 @@ class DecodeBench:
 def bench_decode(
     model: str = "smollm2-135m",
     *,
-    kernels: str = "cpp",
+    device: str = "cpu",
+    kernels: str | None = None,
     batch: int = 256,
     context: int = 60,
     steps: int = 8,
@@ -101,7 +106,8 @@ def bench_decode(
 ) -> DecodeBench:
     """Time both decoders, one after the other in each of two rounds.
 
-    model: as `--model` takes it. dtype: float32, bfloat16 or auto. Raises UsageError without transformers.
+    model: as `--model` takes it. kernels: default cpp on a CPU and cuda on a GPU. dtype: float32, bfloat16 or auto.
+    Raises UsageError without transformers.
     """
     threads = torch.get_num_threads() if threads is None else threads
     for name, value in (("batch", batch), ("context", context), ("steps", steps), ("threads", threads)):
@@ -109,18 +115,24 @@ def bench_decode(
             raise InvalidSetting(name, value, "must be at least 1")
     params = params or SamplingParams(temperature=0.8, top_p=0.95)
     tell = on_progress or (lambda line: None)
-    backend = get_backend(kernels)
+    require_device(device)
+    backend = get_backend(kernels or {"cpu": "cpp", "cuda": "cuda"}[device])
+    require_served(backend, device)
     checkpoint = load_checkpoint(resolve_model(model, on_progress=on_progress))
-    weights_dtype = default_dtype() if dtype == "auto" else getattr(torch, dtype)
+    own_dtype = default_dtype() if device == "cpu" else torch.bfloat16
+    weights_dtype = own_dtype if dtype == "auto" else getattr(torch, dtype)
     config = checkpoint.config
     prompt = torch.randint(config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
     with _threads(threads):
-        ours = Model(config, checkpoint.weights, backend, dtype=weights_dtype)
-        theirs = transformers_model(config, checkpoint.weights, dtype=weights_dtype)
+        ours = Model(config, checkpoint.weights, backend, dtype=weights_dtype, device=device)
+        theirs = transformers_model(config, checkpoint.weights, dtype=weights_dtype).to(device)  # type: ignore[arg-type]
         step, forward, hf_step, hf_forward = [], [], [], []
         for round_ in (1, 2):
             tell(f"round {round_} of 2: equivtest")
-            step += _our_steps(ours, prompt, batch, steps, params, shared_prompt)
+            if device == "cpu":
+                step += _our_steps(ours, prompt, batch, steps, params, shared_prompt)
+            else:
+                step += _executor_steps(ours, prompt, batch, steps, params, shared_prompt)
             forward += _our_steps(ours, prompt, batch, steps, None, shared_prompt)
             tell(f"round {round_} of 2: transformers")
             hf_forward += _hf_forwards(theirs, prompt, batch, steps)
@@ -142,7 +154,7 @@ def bench_decode(
         shared_prompt=shared_prompt,
         params=params,
         backend=backend.name,
-        versions={name: version(name) for name in ("equivtest", "torch", "transformers")},
+        device=describe_device(device),
         **timings,
     )
 
@@ -188,9 +200,11 @@ def _our_steps(
 ) -> list[float]:
     """Seconds of each step; with `params` None, of the forward and the head alone."""
     config, total = model.config, len(prompt) + steps + _WARM_UP_STEPS
-    kv = PagedKVCache(config, num_pages=batch * -(-total // 16), max_sequences=batch, dtype=model.dtype)
+    kv = PagedKVCache(
+        config, num_pages=batch * -(-total // 16), max_sequences=batch, dtype=model.dtype, device=model.device
+    )
     sequences = np.array([kv.new_sequence()])
-    model.forward(prompt, kv.extend(sequences, np.array([len(prompt)])), kv)
+    model.forward(prompt.to(model.device), kv.extend(sequences, np.array([len(prompt)])), kv)
     while len(sequences) < batch:
         sequences = np.append(sequences, kv.fork(int(sequences[0])))
     if not shared_prompt:
@@ -199,16 +213,44 @@ def _our_steps(
     probs = torch.empty(batch, config.vocab_size)
     tokens = prompt[-1:].repeat(batch)
     keys = torch.arange(batch)
+    _wait(model.device)
     seconds = []
     for position in range(steps + _WARM_UP_STEPS):
         start = time.perf_counter()
-        logits = model.logits(model.forward(tokens, kv.extend(sequences, np.ones_like(sequences)), kv))
+        logits = model.step_logits(tokens, kv.extend(sequences, np.ones_like(sequences)), kv)
         if params is not None:
             model.backend.verify_probs(logits, rows, out=probs)
             streams = Streams(keys=keys, positions=torch.full((batch,), position))
             model.backend.sample(probs, streams, out=tokens)
+        _wait(model.device)
         seconds.append(time.perf_counter() - start)
     return seconds[_WARM_UP_STEPS:]
+
+
+def _executor_steps(
+    model: Model, prompt: Tensor, batch: int, steps: int, params: SamplingParams, shared_prompt: bool
+) -> list[float]:
+    """Seconds between the moments at which the host had read the tokens of two steps, in the second of two equal
+    calls: the first captures what graphs the second replays."""
+    prompts = [prompt if shared_prompt else prompt.roll(row) for row in range(batch)]
+    requests = [
+        Request(
+            prompt_token_ids=tuple(token_ids.tolist()),
+            params=params,
+            stream_key=row,
+            max_tokens=steps + _WARM_UP_STEPS + 1,
+        )
+        for row, token_ids in enumerate(prompts)
+    ]
+    executor = Executor(model, model.backend, None, max_batch=batch)
+    serve(executor, requests, speculative=False)
+    seconds = np.diff(serve(executor, requests, speculative=False).step_ends_s)
+    return [float(each) for each in seconds[_WARM_UP_STEPS:]]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _unshare(kv: PagedKVCache, sequences: np.ndarray[Any, np.dtype[np.int64]]) -> None:
@@ -226,16 +268,18 @@ def _unshare(kv: PagedKVCache, sequences: np.ndarray[Any, np.dtype[np.int64]]) -
 def _hf_forwards(model: PreTrainedModel, prompt: Tensor, batch: int, steps: int) -> list[float]:
     from transformers import DynamicCache
 
-    tokens = prompt.repeat(batch, 1)
+    tokens = prompt.repeat(batch, 1).to(model.device)
     # Older versions call the argument past_key_values.
     name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     cache = {name: DynamicCache()}
     seconds = []
     with torch.inference_mode():
         model(tokens, logits_to_keep=1, use_cache=True, **cache)
+        _wait(model.device)
         for _ in range(steps + _WARM_UP_STEPS):
             start = time.perf_counter()
             model(tokens[:, -1:], use_cache=True, **cache)
+            _wait(model.device)
             seconds.append(time.perf_counter() - start)
     return seconds[_WARM_UP_STEPS:]
 
@@ -247,8 +291,9 @@ def _hf_steps(model: PreTrainedModel, prompt: Tensor, batch: int, steps: int, pa
 
     def mark(input_ids: Tensor, scores: Tensor, **unused: object) -> Tensor:
         """Called once at the end of every step."""
+        _wait(input_ids.device)
         marks.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     generation_config: Any = GenerationConfig
     generation = generation_config(
@@ -261,7 +306,7 @@ def _hf_steps(model: PreTrainedModel, prompt: Tensor, batch: int, steps: int, pa
         eos_token_id=None,
         pad_token_id=0,
     )
-    tokens = prompt.repeat(batch, 1)
+    tokens = prompt.repeat(batch, 1).to(model.device)
     criteria = StoppingCriteriaList([mark])
     model.generate(  # type: ignore[operator]
         tokens, attention_mask=torch.ones_like(tokens), generation_config=generation, stopping_criteria=criteria

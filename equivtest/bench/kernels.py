@@ -111,14 +111,14 @@ def bench_kernels(
     )
 
 
-def realistic_logits(num_rows: int, vocab_size: int) -> Tensor:
+def realistic_logits(num_rows: int, vocab_size: int, *, device: str = "cpu") -> Tensor:
     """float32 [num_rows, vocab_size]: normal with deviation 3, and an exponential upper tail on one token in 500.
 
     A quarter of the rows has one token far above the rest, as a model that is sure of the next word.
     """
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
-    tail = torch.rand(num_rows, vocab_size, generator=generator) < 1 / 500
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(num_rows, vocab_size, generator=generator, device=device) * 3
+    tail = torch.rand(num_rows, vocab_size, generator=generator, device=device) < 1 / 500
     logits += tail * torch.empty_like(logits).exponential_(1 / 3, generator=generator)
     logits[::4, vocab_size // 3] += 15
     return logits

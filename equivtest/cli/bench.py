@@ -7,9 +7,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from equivtest.cli.options import ENGINE_FIELDS, engine_options, pick
+
+if TYPE_CHECKING:
+    from equivtest.pipeline.run import EngineOptions
+    from equivtest.pipeline.timed_run import Engine
 
 
 @click.group("bench")
@@ -22,16 +28,52 @@ def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--output", type=click.Path(path_type=Path), default=None, help=write)(function)
 
 
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    choice = click.Choice(["cpu", "cuda"])
+    return click.option("--device", type=choice, default="cpu", show_default=True, help="Where it runs.")(function)
+
+
+def _subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The decoder that is timed, handed to the command as `engine` and `random_model`; and --output."""
+
+    @functools.wraps(function)
+    def call(**values: Any) -> int:
+        from equivtest.pipeline.run import EngineOptions
+
+        code: int = function(engine=EngineOptions(**pick(values, ENGINE_FIELDS)), **values)
+        return code
+
+    shape = "Time a model of this shape with random weights instead: qwen3-4b."
+    return engine_options(click.option("--random-model", default=None, help=shape)(_output_option(call)))
+
+
 @command.command("kernels", epilog="\b\nExample:\n  equivtest bench kernels --output bench-kernels.json")
-@click.option("--rows", default=256, show_default=True, help="Logits rows.")
-@click.option("--vocab", default=49_152, show_default=True, help="Vocabulary size.")
-@click.option("--repeats", default=7, show_default=True, help="Timed repetitions; the median is shown.")
+@click.option("--rows", type=int, help="Logits rows; not with cuda.  [default: 256]")
+@click.option("--vocab", type=int, help="Vocabulary size; not with cuda.  [default: 49152]")
+@click.option("--repeats", type=int, help="Timed repetitions; the median is shown; not with cuda.  [default: 7]")
+@_device_option
 @_output_option
-def kernels(rows: int, vocab: int, repeats: int, output: Path | None) -> int:
-    """Filter and sample at top_p .95: cpp and reference against torch's sort and multinomial."""
+def kernels(device: str, output: Path | None, **sizes: int | None) -> int:
+    """Filter and sample at top_p .95: cpp and reference against torch's sort and multinomial.
+
+    On cuda: from logits to accepted tokens at T .8 top_p .95, every backend that works here and the FlashInfer pipeline
+    in pieces, at the vocabularies 49,152 and 151,936, batches of 1 to 64 and 7 and 15 drafts.
+    """
+    given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
+    if device == "cuda":
+        from equivtest.bench.gpu_kernels import bench_gpu_kernels
+
+        if given:
+            raise click.UsageError(f"--{next(iter(given))} does not go with --device cuda: the sizes are fixed there")
+        return _show("kernels", bench_gpu_kernels(on_progress=_tell), output)
     from equivtest.bench.kernels import bench_kernels
 
-    return _show("kernels", bench_kernels(num_rows=rows, vocab_size=vocab, repeats=repeats), output)
+    names = {"rows": "num_rows", "vocab": "vocab_size", "repeats": "repeats"}
+    return _show("kernels", bench_kernels(**{names[name]: value for name, value in given.items()}), output)
 
 
 @command.command("decode", epilog="\b\nExample:\n  equivtest bench decode --batch 256 --context 60")
@@ -46,14 +88,72 @@ def kernels(rows: int, vocab: int, repeats: int, output: Path | None) -> int:
     show_default=True,
     help="Weights and activations of both sides.",
 )
+@_device_option
+@click.option("--kernels", help="Kernel backend; default: cpp, on cuda cuda.")
 @_output_option
-def decode(model: str, batch: int, context: int, steps: int, dtype: str, output: Path | None) -> int:
+def decode(output: Path | None, **settings: Any) -> int:
     """A plain decoding step, whole and forward alone, side by side with transformers on the same weights."""
     from equivtest.bench.decode import bench_decode
 
-    tell = functools.partial(click.echo, err=True)
-    result = bench_decode(model, batch=batch, context=context, steps=steps, dtype=dtype, on_progress=tell)
-    return _show("decode", result, output)
+    return _show("decode", bench_decode(**settings, on_progress=_tell), output)
+
+
+@command.command("tpot", epilog="\b\nExample:\n  equivtest bench tpot --device cuda --drafter ngram --draft-len 4")
+@click.option("--max-tokens", default=128, show_default=True, help="Tokens of each request.")
+@_subject_options
+def tpot(engine: EngineOptions, random_model: str | None, output: Path | None, max_tokens: int) -> int:
+    """Time per output token with 1, 8 and 16 requests in flight, spec-off and spec-on, greedy and sampled."""
+    from equivtest.bench.serving import bench_tpot
+
+    result = bench_tpot(engine, random_model=random_model, max_tokens=max_tokens, on_progress=_tell)
+    return _show("tpot", result, output)
+
+
+@command.command("mixed", epilog="\b\nExample:\n  equivtest bench mixed --device cuda")
+@click.option("--max-tokens", default=256, show_default=True, help="Tokens of each request.")
+@_subject_options
+def mixed(engine: EngineOptions, random_model: str | None, output: Path | None, max_tokens: int) -> int:
+    """Four greedy and four sampled requests in one batch, against eight greedy ones and against spec-off."""
+    from equivtest.bench.serving import bench_mixed
+
+    result = bench_mixed(engine, random_model=random_model, max_tokens=max_tokens, on_progress=_tell)
+    return _show("mixed", result, output)
+
+
+@command.command("onehot", epilog="\b\nExample:\n  equivtest bench onehot --device cuda --draft-len 7")
+@click.option("--max-tokens", default=128, show_default=True, help="Tokens of each request.")
+@_subject_options
+def onehot(engine: EngineOptions, random_model: str | None, output: Path | None, max_tokens: int) -> int:
+    """What dense one-hot rows of the drafts cost at 8 requests: written every step, by scatter, or not at all."""
+    from equivtest.bench.onehot import bench_onehot
+
+    result = bench_onehot(engine, random_model=random_model, max_tokens=max_tokens, on_progress=_tell)
+    return _show("onehot", result, output)
+
+
+@command.command("protocol", epilog="\b\nExample:\n  equivtest bench protocol --device cuda --kernels flashinfer")
+@click.option("--config", "configs", multiple=True, default=("all",), show_default=True, help="As of `equivtest run`.")
+@click.option("--budget", default="gate", show_default=True, help="As of `equivtest run`.")
+@click.option("--run-dir", type=click.Path(path_type=Path), default=None, help="Keep the run here; default: nowhere.")
+@_subject_options
+def protocol(
+    engine: EngineOptions, random_model: str | None, output: Path | None, configs: tuple[str, ...], budget: str,
+    run_dir: Path | None,
+) -> int:  # fmt: skip
+    """Wall time of a whole run by its parts, after one that warms up; ends as that run does."""
+    from equivtest.pipeline.analysis_options import AnalysisOptions
+    from equivtest.pipeline.run import RunOptions
+    from equivtest.pipeline.timed_run import timed_run
+
+    def opened() -> Engine:
+        from equivtest.bench.subject import open_engine  # loads torch, which is part of starting
+
+        return open_engine(engine, random_model, on_message=_tell)
+
+    options = RunOptions(configs=configs, budget=budget, engine=engine, analysis=AnalysisOptions(), run_dir=run_dir)
+    result = timed_run(options, opened, on_progress=_tell)
+    _show("protocol", result, output)
+    return result.result.data.exit_code
 
 
 @command.command("calibration", epilog="\b\nExample:\n  equivtest bench calibration --output calibration.json")
@@ -98,12 +198,14 @@ def _print(name: str, rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
     table = Table(title=f"bench {name}")
     for column, value in rows[0].items():
         table.add_column(column, justify="left" if isinstance(value, str) else "right")
     for row in rows:
         table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    console.print(table)
 
 
 def _write(name: str, output: Path, settings: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:

@@ -19,10 +19,14 @@ dtype at the row's largest logit. A float32 forward loses a few of them in every
 outweighs what came before."""
 
 
-def logit_tolerance(logits: Tensor) -> Tensor:
-    """float32 [n]: how far each logit of a row [n, vocab_size] may be from the one that was sampled from."""
+def logit_tolerance(logits: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """float32 [n]: how far each logit of a row [n, vocab_size] may be from the one that was sampled from.
+
+    dtype: the model's, where its logits have another.
+    """
+    dtype = dtype or logits.dtype
     largest = logits.float().masked_fill(~logits.isfinite(), 0.0).abs().amax(dim=1)
-    return TOLERANCE_ULPS.get(logits.dtype, TOLERANCE_ULPS[torch.bfloat16]) * torch.finfo(logits.dtype).eps * largest
+    return TOLERANCE_ULPS.get(dtype, TOLERANCE_ULPS[torch.bfloat16]) * torch.finfo(dtype).eps * largest
 
 
 def within_tolerance(
@@ -32,11 +36,13 @@ def within_tolerance(
     params: SamplingParams,
     *,
     raw: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> npt.NDArray[np.bool_]:
     """[n] whether logits that differ by at most d from these, each in its own way, keep the token.
 
     logits: [n, vocab_size]; token_ids: [n], a token that the law of its row filters out. raw: the model's logits, where
-    `logits` are processed ones. d is the `logit_tolerance` of the model's, stretched as the repetition penalty does.
+    `logits` are processed ones. d is the `logit_tolerance` of the model's (and of its dtype), stretched as the
+    repetition penalty does.
     No such logits are better for the token than its own d higher and all others d lower. For top-k, min-p and the
     argmax, which compare it with others, that is its own 2 d higher. Top-p compares the mass M above it with top_p: the
     odds of M fall by at most exp(2 d / temperature), which is the same as raising the odds of top_p by that. So the law
@@ -45,7 +51,7 @@ def within_tolerance(
     device, raised = logits.device, logits.float().clone()
     place = torch.arange(len(raised), device=device), torch.from_numpy(token_ids).to(device)
     stretch = max(params.repetition_penalty, 1 / params.repetition_penalty)
-    twice = 2 * stretch * logit_tolerance(logits if raw is None else raw)
+    twice = 2 * stretch * logit_tolerance(logits if raw is None else raw, dtype)
     raised[place] += twice
     row_params = RowParams.of([params] * len(raised), device)
     if params.top_p < 1 and not params.greedy:

@@ -32,7 +32,7 @@ class StepGraphs:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._graphs: dict[tuple[object, ...], _Graph] = {}
-        self._pages = 0
+        self._kv: PagedKVCache | None = None
         self._pool: Any = None
 
     def logits(self, token_ids: Tensor, batch: RaggedBatch, kv: PagedKVCache) -> Tensor:
@@ -72,7 +72,8 @@ class StepGraphs:
             return torch.stack(columns, dim=1)
 
         graph = self._graph((shape, num_layers, "greedy"), shape, kv, captured)
-        return graph.replay(token_ids, batches)[:num_rows]
+        # A copy: graphs share their memory, and the drafts are still needed when the next one runs.
+        return graph.replay(token_ids, batches)[:num_rows].clone()
 
     def _graph(
         self,
@@ -81,12 +82,10 @@ class StepGraphs:
         kv: PagedKVCache,
         captured: Callable[[_Inputs, Sequence[AttentionPlan]], Tensor],
     ) -> _Graph:
-        if self._pages != kv.pages.data_ptr():
+        if self._kv is not kv:
             self._graphs.clear()
-            self._pages = kv.pages.data_ptr()
+            self._kv, self._pool = kv, torch.cuda.graph_pool_handle()
         if key not in self._graphs:
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
             self._graphs[key] = _Graph(self._model, kv, shape, captured, self._pool)
         return self._graphs[key]
 
@@ -143,9 +142,13 @@ class _Inputs:
         self.token_ids, self.slots, self.positions = (on_device[n] for n in ("token_ids", "slots", "positions"))
         self._attention = (on_device["page_table"], on_device["kv_lens"], on_device["query_start"])
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._batches = [self._batch(index) for index in range(batches)]
 
     def attention(self, index: int) -> AttentionBatch:
-        """What the index-th batch attends to."""
+        """What the index-th batch attends to: the same object at every call, with other values."""
+        return self._batches[index]
+
+    def _batch(self, index: int) -> AttentionBatch:
         table, kv_lens, query_start = self._attention
         host = HostBatch(self.host["page_table"], self.host["kv_lens"][index], self.host["query_start"][index])  # type: ignore[arg-type]
         return AttentionBatch(table, kv_lens[index], query_start[index], host)

@@ -147,9 +147,9 @@ class Model:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states [num_rows, hidden_size] of `forward`: [num_rows, vocab_size] in the model's dtype."""
-        product: Tensor = self.backend.layers.product(hidden, self._head)
-        return product
+        """Logits of hidden states [num_rows, hidden_size] of `forward`: [num_rows, vocab_size], in the model's dtype or
+        in float32, as the backend has it."""
+        return self.backend.layers.head(hidden, self._head)
 
     def attention_shape(self, kv: PagedKVCache) -> AttentionShape:
         """What the backend needs to know to plan attention over `kv`."""
@@ -188,7 +188,8 @@ class Model:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size] of what `layers_forward` returns."""
-        return self.backend.layers.normed_linear(hidden, self._norm, self.config.rms_norm_eps, self._head)
+        ops = self.backend.layers
+        return ops.head(ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head)
 
     def _require_depth(self, num_layers: int) -> None:
         if not 0 < num_layers <= self.config.num_layers:

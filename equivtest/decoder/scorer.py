@@ -256,7 +256,9 @@ class Scorer:
         off = np.flatnonzero(columns["support_violation"])
         if len(off):
             at = torch.from_numpy(node[off]).to(logits.device)
-            tolerated = within_tolerance(self.backend, logits[at], token_ids[off], params, raw=raw[at])
+            tolerated = within_tolerance(
+                self.backend, logits[at], token_ids[off], params, raw=raw[at], dtype=self.model.dtype
+            )
             columns["support_violation"][off] = ~tolerated
         return columns
 

@@ -114,7 +114,7 @@ class Drafts:
     def on(self, device: torch.device) -> Tensor:
         """int64 [B, K] on `device`."""
         held = self._token_ids
-        return (torch.from_numpy(held) if isinstance(held, np.ndarray) else held).to(device)
+        return (torch.from_numpy(held) if isinstance(held, np.ndarray) else held).to(device, non_blocking=True)
 
     def cut(self, width: int) -> Drafts:
         """The first `width` drafts of each row."""
@@ -142,7 +142,7 @@ class Scored(NamedTuple):
     """Logits of the ragged forward: 1 + num_draft rows per batch row, in batch order."""
 
     logits: Tensor
-    """[num_rows, vocab_size], the model's dtype."""
+    """[num_rows, vocab_size], the model's dtype or float32."""
     batch_rows: Int64Array
     """[num_rows], non-decreasing: the batch row of each logits row."""
     slots: Int64Array

@@ -323,8 +323,8 @@ class LayerOps(Protocol):
         """Lay a weight out for this machine, once."""
         ...
 
-    def product(self, x: Tensor, weight: Any) -> Tensor:
-        """x @ weight.T: [num_rows, out_features]."""
+    def head(self, x: Tensor, weight: Any) -> Tensor:
+        """Logits x @ weight.T: [num_rows, out_features], in the dtype of x or in float32."""
         ...
 
     def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:

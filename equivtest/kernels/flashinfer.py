@@ -13,6 +13,7 @@ So what a request draws depends on its batch-mates, and a request with a seed of
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable
@@ -92,7 +93,6 @@ class FlashInferBackend:
         self._top_k_renorm = _deterministic(self._sampling.top_k_renorm_probs)
         self._top_p_renorm = _deterministic(self._sampling.top_p_renorm_probs)
         self._attention = FlashInferAttention(flashinfer)
-        self._layers = CudaLayers()
         self._offset: Tensor | None = None
         self._point_masses = _PointMasses()
 
@@ -218,9 +218,10 @@ class FlashInferBackend:
             check_paged_attention(self, query, kv_pages, plan.batch, plan.shape)
         return self._attention.run(query, kv_pages, plan)
 
-    @property
+    @functools.cached_property
     def layers(self) -> LayerOps:
-        return self._layers
+        """Our own: FlashInfer's part is attention and sampling."""
+        return CudaLayers()
 
 
 class _PointMasses:

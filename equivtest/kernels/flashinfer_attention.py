@@ -35,7 +35,7 @@ class FlashInferAttention:
         self._flashinfer = flashinfer
         self._workspace: Tensor | None = None
         self._eager: Any = None
-        self._told = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._told: torch.cuda.Event | None = None
 
     def plan(
         self, batch: AttentionBatch, shape: AttentionShape, *, for_graph: bool, reuse: FlashInferPlan | None
@@ -52,7 +52,8 @@ class FlashInferAttention:
 
     def run(self, query: Tensor, kv_pages: Tensor, plan: FlashInferPlan) -> Tensor:
         # Rows that belong to nobody are left as they are.
-        out = torch.zeros_like(query) if plan.in_graph else torch.empty_like(query)
+        is_whole = not plan.in_graph and len(query) == plan.batch.host.query_start[-1]
+        out = torch.empty_like(query) if is_whole else torch.zeros_like(query)
         result: Tensor = plan.wrapper.run(query, kv_pages, out=out)
         return result
 
@@ -78,6 +79,8 @@ class FlashInferAttention:
     def _tell(self, wrapper: Any, host: HostBatch, shape: AttentionShape) -> None:
         """Give a wrapper the batch. FlashInfer counts pages by running sums, and tokens of the last page from 1."""
         # A plan leaves pinned memory on its own time: one that is still on its way must not be written over.
+        if self._told is None:
+            self._told = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._told.synchronize()
         pages_each = -(-host.kv_lens // shape.page_size)
         held = np.arange(host.page_table.shape[1]) < pages_each[:, None]

@@ -15,7 +15,7 @@ class TorchLayers:
     def linear(self, weight: Tensor) -> Linear:
         return Linear(weight)
 
-    def product(self, x: Tensor, weight: Linear) -> Tensor:
+    def head(self, x: Tensor, weight: Linear) -> Tensor:
         return weight(x)
 
     def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:

@@ -19,8 +19,10 @@ namespace {
 
 using namespace equivtest::cuda;
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 8;     // of a block, where few blocks must keep the device busy
+constexpr int kFewWarps = 2;  // where there are many blocks, all of which can then run at once
 constexpr int kThreads = 32 * kWarps;
+constexpr int kManyBlocks = 512;
 constexpr int kTile = 16;  // (row, head) pairs of a block, and tokens of a tile
 constexpr int kMaxHeadDim = 128;
 
@@ -72,13 +74,14 @@ __device__ __forceinline__ uint32_t word(const uint4& x, int index) {
 }
 
 // kDim: head_dim rounded up to 64 or 128; the dimensions in between are zeros.
-template <int kDim>
+template <int kDim, int kWarps>
 constexpr size_t shared_bytes() {
   return sizeof(float) * kWarps * kTile * (2 + kDim + 4);
 }
 
-template <int kDim>
-__global__ void __launch_bounds__(kThreads, kDim == 64 ? 2 : 1) attend_tiles(const Attention call) {
+template <int kDim, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps, (kDim == 64 ? 16 : 8) / kWarps) attend_tiles(const Attention call) {
+  constexpr int kThreads = 32 * kWarps;
   // Each warp's running maximum [kWarps][kTile], sum [kWarps][kTile] and output [kWarps][kTile][kDim + 4].
   extern __shared__ float shared[];
   float* const shared_max = shared;
@@ -321,16 +324,23 @@ __global__ void __launch_bounds__(kThreads) attend_heads(const Attention call) {
     if (lane + 32 * i < call.head_dim) out[lane + 32 * i] = from_float<T>(o[i] / sum);
 }
 
+template <int kDim, int kWarps>
+const char* launch_tiles(const Attention& call, dim3 grid, void* stream) {
+  constexpr auto kBytes = shared_bytes<kDim, kWarps>();
+  const cudaError_t error = cudaFuncSetAttribute(
+      attend_tiles<kDim, kWarps>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  return launch(attend_tiles<kDim, kWarps>, grid, 32 * kWarps, kBytes, stream, call);
+}
+
 template <int kDim>
 const char* launch_tiles(const Attention& call, void* stream) {
-  const cudaError_t error = cudaFuncSetAttribute(attend_tiles<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes<kDim>()));
-  if (error != cudaSuccess) return cudaGetErrorString(error);
   const int group = call.num_heads / call.num_kv_heads;
   const int chunk = kTile / min(group, kTile);
   const dim3 grid(call.num_rows / chunk + call.num_sequences + 1,
                   call.num_kv_heads * ((group + kTile - 1) / kTile));
-  return launch(attend_tiles<kDim>, grid, kThreads, shared_bytes<kDim>(), stream, call);
+  return static_cast<int64_t>(grid.x) * grid.y > kManyBlocks ? launch_tiles<kDim, kFewWarps>(call, grid, stream)
+                                                              : launch_tiles<kDim, kWarps>(call, grid, stream);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace equivtest::cuda {
 // Programmatic dependent launch (sm_90 and later): a kernel's blocks start while its predecessor still runs, bring
 // their weights into the L2 cache and wait. Every kernel here waits before it reads or writes anything that another
 // one writes, so that the completion of kernel n implies that of kernels 1 .. n - 1.
-constexpr bool kOverlapLaunches = false;
+constexpr bool kOverlapLaunches = true;
 
 __device__ __forceinline__ void allow_next_launch() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

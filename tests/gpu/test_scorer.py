@@ -43,7 +43,9 @@ def some_samples(config: str) -> FinishedSamples:
 def scored(samples: FinishedSamples, kernels: str, device: str) -> LawColumns:
     config, weights = tiny_checkpoint("llama", seed=0, head_dim=HEAD_DIM)
     backend = get_backend(kernels)
-    model, draft = (Model(config, weights, backend, device=device) for _ in range(2))
+    # FlashInfer attends in bfloat16 alone; its laws are compared over the same float32 forward.
+    forward = get_backend("cuda") if kernels == "flashinfer" else backend
+    model, draft = (Model(config, weights, forward, device=device) for _ in range(2))
     # Few rows at a time, so that several batches and several chunks of laws are needed.
     return Scorer(model, backend, draft_model=draft, max_forward_rows=120, max_law_rows=50).score(samples)
 

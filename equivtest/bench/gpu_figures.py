@@ -1,0 +1,175 @@
+"""What was wanted of a GPU, what was measured, and whether it held: read from the files that the benchmarks left.
+
+python -m equivtest.bench.gpu_figures FOLDER [STEP...]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from equivtest.bench.gpu_kernels import ALL, FUSED
+
+NOT_MEASURED = "not measured"
+_VOCAB = 151_936
+_RUN_S, _LARGE_RUN_S = 60.0, 300.0
+_STEP_MS = {1: 0.6, 256: 1.5}
+_RATIOS = {8: 10.0, 64: 8.0}
+_LOGITS_READS = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of the table."""
+
+    claim: str
+    wanted: str
+    measured: str
+    held: bool | None
+    """None: to be stated, whatever it is."""
+
+    @property
+    def word(self) -> str:
+        return {True: "held", False: "not held", None: "stated"}[self.held]
+
+    def line(self) -> str:
+        return f"{self.word:<8}  {self.claim}: wanted {self.wanted}, measured {self.measured}"
+
+
+def figures(folder: Path, steps: tuple[str, ...] = ()) -> list[Figure]:
+    """The figures of these steps, all by default. What a file that is not there would have told is not held.
+
+    Raises KeyError for a step that has no figures.
+    """
+    return [figure for step in steps or tuple(_FIGURES) for figure in _FIGURES[step](folder)]
+
+
+def steps_with_figures() -> tuple[str, ...]:
+    """Names that `figures` takes."""
+    return tuple(_FIGURES)
+
+
+def at_most(claim: str, limit: float, measured: float | None, unit: str) -> Figure:
+    """Held where something was measured and it is at most the limit."""
+    held = measured is not None and measured <= limit
+    return Figure(claim=claim, wanted=f"at most {limit:g} {unit}", measured=_text(measured, unit), held=held)
+
+
+def at_least(claim: str, limit: float, measured: float | None, unit: str) -> Figure:
+    """Held where something was measured and it is at least the limit."""
+    held = measured is not None and measured >= limit
+    return Figure(claim=claim, wanted=f"at least {limit:g} {unit}", measured=_text(measured, unit), held=held)
+
+
+def stated(claim: str, measured: str | None) -> Figure:
+    """Not held only where nothing was measured."""
+    held = None if measured is not None else False
+    return Figure(claim=claim, wanted="a statement", measured=measured or NOT_MEASURED, held=held)
+
+
+def _kernels(folder: Path) -> Iterator[Figure]:
+    for batch, limit in _RATIOS.items():
+        row = _row(folder / "kernels.json", vocab=_VOCAB, batch=batch, draft=7, way=FUSED, op=ALL)
+        claim = f"fused verification and acceptance, vocab {_VOCAB:,}, B {batch} K 7, against the FlashInfer pipeline"
+        yield at_least(claim, limit, row.get("vendor_ratio"), "times faster")
+    row = _row(folder / "kernels.json", vocab=_VOCAB, batch=64, draft=7, way=FUSED, op=ALL)
+    claim = f"the same, B 64 K 7, in times of reading the logits once ({row.get('us', float('nan')):.0f} us)"
+    yield at_most(claim, _LOGITS_READS, row.get("logits_reads"), "reads")
+
+
+def _decode(folder: Path) -> Iterator[Figure]:
+    for batch, limit in _STEP_MS.items():
+        row = _row(folder / f"decode-{batch}.json", what="step")
+        yield at_most(f"SmolLM2 plain step, batch {batch}", limit, row.get("median_ms"), "ms")
+
+
+def _protocol(folder: Path) -> Iterator[Figure]:
+    for name, limit in (("cuda", _RUN_S), ("flashinfer", _RUN_S), ("qwen3-4b", _LARGE_RUN_S)):
+        path = folder / f"protocol-{name}.json"
+        total = _row(path, part="total").get("seconds")
+        tokens = _read(path).get("settings", {}).get("tokens", 0)
+        yield at_most(f"a gate run of all configs after warm-up, {name}, {tokens:,} tokens", limit, total, "s")
+
+
+def _gate(folder: Path) -> Iterator[Figure]:
+    for kernels in ("cuda", "flashinfer"):
+        verdict = _read(folder / f"gate-{kernels}" / "verdict.json")
+        word = verdict.get("verdict", NOT_MEASURED)
+        held = word == "equivalent"
+        yield Figure(claim=f"gate, kernels {kernels}", wanted="equivalent", measured=word, held=held)
+        controls = {control["name"]: control for control in verdict.get("controls", [])}
+        for name, wanted in (("A/A", "passed"), ("planted fault", "detected")):
+            control = controls.get(name, {"passed": False, "line": NOT_MEASURED})
+            claim = f"gate, kernels {kernels}: {name}"
+            yield Figure(claim=claim, wanted=wanted, measured=control["line"], held=bool(control["passed"]))
+
+
+def _tpot(folder: Path) -> Iterator[Figure]:
+    for name in ("early_exit", "ngram", "qwen3-4b"):
+        rows = _read(folder / f"tpot-{name}.json").get("rows", [])
+        pairs = zip(rows[::2], rows[1::2], strict=True)  # spec-off, then spec-on
+        texts = [
+            f"c{off['concurrency']} {off['sampling']} {off['tpot_p50_ms']:.2f} -> {on['tpot_p50_ms']:.2f} ms "
+            f"({on['speedup']:.2f}x, {on['accepted_per_round']:.2f} accepted)"
+            for off, on in pairs
+        ]
+        yield stated(f"TPOT, spec-off -> spec-on, {name}", "; ".join(texts) or None)
+
+
+def _mixed(folder: Path) -> Iterator[Figure]:
+    rows = _read(folder / "mixed.json").get("rows", [])
+    texts = [f"{r['batch']}, {r['requests']}, spec-{r['spec']} {r['tpot_p50_ms']:.2f} ms" for r in rows]
+    yield stated("TPOT in a mixed batch of 8", "; ".join(texts) or None)
+
+
+def _onehot(folder: Path) -> Iterator[Figure]:
+    for name in ("smollm2", "qwen3-4b"):
+        rows = _read(folder / f"onehot-{name}.json").get("rows", [])
+        texts = [f"{row['one_hot']} {row['delta_percent']:+.1f} %" for row in rows if row["one_hot"] != "none"]
+        yield stated(f"one-hot rows in percent of TPOT at c8, {name}", ", ".join(texts) or None)
+
+
+_FIGURES: Mapping[str, Callable[[Path], Iterator[Figure]]] = {
+    "kernels": _kernels,
+    "decode": _decode,
+    "tpot": _tpot,
+    "mixed": _mixed,
+    "onehot": _onehot,
+    "protocol": _protocol,
+    "gate": _gate,
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's table; empty where there is no file."""
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+
+
+def _row(path: Path, **keys: object) -> dict[str, Any]:
+    """The one row of a benchmark with these values; empty where there is none."""
+    rows = [row for row in _read(path).get("rows", []) if keys.items() <= row.items()]
+    return dict(rows[0]) if rows else {}
+
+
+def _text(measured: float | None, unit: str) -> str:
+    return NOT_MEASURED if measured is None else f"{measured:.3g} {unit}"
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("steps", nargs=-1, type=click.Choice(steps_with_figures()))
+def main(folder: Path, steps: tuple[str, ...]) -> None:
+    """Print held, not held or stated, a line a figure; exit 1 if anything did not hold."""
+    found = figures(folder, steps)
+    for figure in found:
+        click.echo(figure.line())
+    raise SystemExit(1 if any(figure.held is False for figure in found) else 0)
+
+
+if __name__ == "__main__":
+    main()

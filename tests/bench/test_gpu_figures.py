@@ -1,0 +1,106 @@
+"""The table of what held: every claim with a twin that did not, and nothing measured is never held."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from equivtest.bench.gpu_figures import NOT_MEASURED, figures, main, steps_with_figures
+
+
+def write(path: Path, rows: list[dict], **more: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": rows, **more}))
+
+
+def fused(batch: int, ratio: float | None, reads: float) -> dict:
+    return {
+        "vocab": 151_936, "batch": batch, "draft": 7, "way": "cuda fused", "op": "all", "us": 99.0,
+        "vendor_ratio": ratio, "logits_reads": reads,
+    }  # fmt: skip
+
+
+def held(folder: Path, step: str) -> list[bool | None]:
+    return [figure.held for figure in figures(folder, (step,))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([fused(8, 10.0, 9.0), fused(64, 8.0, 6.0)], [True, True, True]),
+        ([fused(8, 9.9, 9.0), fused(64, 7.9, 6.1)], [False, False, False]),
+        ([fused(64, None, 5.0)], [False, False, True]),  # no vendor pipeline to compare with
+    ],
+)
+def test_kernels(tmp_path: Path, rows: list[dict], expected: list[bool]) -> None:
+    other = {**fused(8, 99.0, 0.1), "vocab": 49_152}
+    write(tmp_path / "kernels.json", [other, *rows])
+    assert held(tmp_path, "kernels") == expected
+
+
+def test_decode(tmp_path: Path) -> None:
+    write(tmp_path / "decode-1.json", [{"what": "step", "median_ms": 0.61}, {"what": "forward", "median_ms": 0.1}])
+    write(tmp_path / "decode-256.json", [{"what": "forward", "median_ms": 9.0}, {"what": "step", "median_ms": 1.49}])
+    assert held(tmp_path, "decode") == [False, True]
+
+
+def test_protocol(tmp_path: Path) -> None:
+    for name, seconds in (("cuda", 59.9), ("flashinfer", 60.1), ("qwen3-4b", 299.0)):
+        write(tmp_path / f"protocol-{name}.json", [{"part": "total", "seconds": seconds}], settings={"tokens": 786_432})
+    assert held(tmp_path, "protocol") == [True, False, True]
+    assert "786,432 tokens" in figures(tmp_path, ("protocol",))[0].line()
+
+
+@pytest.mark.parametrize(
+    ("word", "passed", "expected"),
+    [("equivalent", (True, True), [True] * 3), ("invalid", (False, True), [False, False, True]),
+     ("invalid", (True, False), [False, True, False])],
+)  # fmt: skip
+def test_gate(tmp_path: Path, word: str, passed: tuple[bool, bool], expected: list[bool]) -> None:
+    controls = [
+        {"name": name, "passed": each, "line": f"line of {name}"}
+        for name, each in zip(("A/A", "planted fault"), passed, strict=True)
+    ]
+    write(tmp_path / "gate-cuda" / "verdict.json", [], verdict=word, controls=controls)
+    assert held(tmp_path, "gate") == [*expected, False, False, False]  # of flashinfer there is no run
+    assert "line of A/A" in figures(tmp_path, ("gate",))[1].line()
+
+
+def test_the_committed_gate_run_has_the_words_that_are_looked_for(tmp_path: Path) -> None:
+    reference = Path(__file__).parents[2] / "results" / "reference" / "gate-topp95" / "verdict.json"
+    (tmp_path / "gate-cuda").mkdir()
+    (tmp_path / "gate-cuda" / "verdict.json").write_text(reference.read_text("utf-8"))
+    assert held(tmp_path, "gate")[:3] == [True, True, True]
+
+
+def test_what_is_only_stated_needs_to_be_measured(tmp_path: Path) -> None:
+    row = {"concurrency": 1, "sampling": "greedy", "tpot_p50_ms": 2.0, "speedup": 1.0, "accepted_per_round": 0.0}
+    write(tmp_path / "tpot-ngram.json", [row, {**row, "tpot_p50_ms": 1.0, "speedup": 2.0, "accepted_per_round": 1.5}])
+    assert held(tmp_path, "tpot") == [False, None, False]
+    assert "c1 greedy 2.00 -> 1.00 ms (2.00x, 1.50 accepted)" in figures(tmp_path, ("tpot",))[1].line()
+    write(tmp_path / "onehot-smollm2.json", [{"one_hot": "dense", "delta_percent": 12.34}])
+    assert held(tmp_path, "onehot") == [None, False]
+    assert "dense +12.3 %" in figures(tmp_path, ("onehot",))[0].line()
+    write(tmp_path / "mixed.json", [{"batch": "8 greedy", "requests": "greedy", "spec": "on", "tpot_p50_ms": 1.0}])
+    assert held(tmp_path, "mixed") == [None]
+
+
+def test_without_a_file_nothing_is_held(tmp_path: Path) -> None:
+    found = figures(tmp_path)
+    assert found
+    assert all(figure.held is False and figure.measured == NOT_MEASURED for figure in found)
+
+
+def test_the_command_ends_as_the_figures_do(tmp_path: Path) -> None:
+    write(tmp_path / "decode-1.json", [{"what": "step", "median_ms": 0.5}])
+    write(tmp_path / "decode-256.json", [{"what": "step", "median_ms": 1.0}])
+    good = CliRunner().invoke(main, [str(tmp_path), "decode"])
+    assert (good.exit_code, good.output.count("\n")) == (0, 2)
+    bad = CliRunner().invoke(main, [str(tmp_path), "decode", "mixed"])
+    assert bad.exit_code == 1
+    assert "not held  TPOT in a mixed batch" in bad.output
+    assert CliRunner().invoke(main, [str(tmp_path), "nothing"]).exit_code == 2
+    assert "gate" in steps_with_figures()
