@@ -426,7 +426,7 @@ def test_a_graph_replays_on_new_inputs(backend: FusedBackend, rule: AcceptanceRu
         assert torch.equal(column, eager)
 
 
-NUM_REQUESTS = 30_000
+NUM_REQUESTS = 10_000
 REJECT_BELOW = 1e-6
 
 
