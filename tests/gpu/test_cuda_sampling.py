@@ -117,7 +117,7 @@ def make_call(
     scale: float = 3.0,
     seed: int = 0,
 ) -> Call:
-    """Ragged drafts (0 to max_draft), three in four the largest logit; rows with a heavy upper tail or a likely token."""
+    """Ragged drafts (0 to max_draft), three in four the largest logit; a heavy tail, and every second row a peak."""
     generator = torch.Generator().manual_seed(seed + vocab_size)
     num_draft = torch.arange(batch, dtype=torch.int32) % (max_draft + 1)
     row_start = (torch.cumsum(num_draft + 1, 0) - num_draft - 1).int()
@@ -426,7 +426,7 @@ def test_a_graph_replays_on_new_inputs(backend: FusedBackend, rule: AcceptanceRu
         assert torch.equal(column, eager)
 
 
-NUM_REQUESTS = 30_000
+NUM_REQUESTS = 10_000
 REJECT_BELOW = 1e-6
 
 

@@ -124,6 +124,14 @@ def test_rows_past_num_draft_are_not_looked_at(backend: KernelBackend) -> None:
     assert accept(backend, [[10, 0]], target, draft, num_draft=[1]).output_token_ids.tolist() == [[10, 11, -1]]
 
 
+def test_rows_past_the_first_rejection_are_not_drawn_from(backend: KernelBackend) -> None:
+    target = torch.zeros(1, 4, VOCAB)  # without mass, and the last two drafts are rejected too
+    target[0, 0, 555] = 1
+    result = accept(backend, [[100, 200, 300]], target)
+    assert result.output_token_ids.tolist() == [[555, -1, -1, -1]]
+    assert result.acceptance_telemetry.tolist() == [0]
+
+
 def test_a_residual_that_rounding_left_empty_draws_from_p(backend: KernelBackend) -> None:
     # p lies below q everywhere, as when p sums to a little less than 1: relu(p - q) is empty.
     target = torch.tensor([[[0.25, 0.0, 0.25], [1.0, 0.0, 0.0]]]).repeat(200, 1, 1)
