@@ -27,7 +27,7 @@ def engine_options(command: Command) -> Command:
                      help="Weights and activations; auto is bfloat16 where the device multiplies it in hardware."),
         click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True,
                      help="Where the decoder runs."),
-        click.option("--kernels", default="auto", show_default=True, help="Kernel backend: auto, cpp or reference."),
+        click.option("--kernels", default="auto", show_default=True, help="Kernel backend: auto, cpp, cuda, flashinfer or reference."),
         click.option("--drafter", default="early_exit", show_default=True,
                      help="ngram, early_exit, sampled_exit (the same layers, sampled), self or model."),
         click.option("--draft-len", type=int, default=2, show_default=True, help="Drafts offered per step."),

@@ -57,6 +57,7 @@ class DecoderEngine:
         acceptance_rule(options.acceptance, backend)
         check_drafter(options.drafter, has_draft_model=options.draft_model is not None)
         dtype = _default_dtype(options.device) if options.dtype == "auto" else _DTYPES[options.dtype]
+        require_attention(backend, dtype)
         path = resolve_model(options.model, on_progress=on_message)
         checkpoint = load_checkpoint(path)
         model = Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype, device=options.device)
@@ -162,6 +163,16 @@ def require_served(backend: KernelBackend, device: str) -> None:
     if device not in backend.capabilities.devices:
         served = ", ".join(sorted(backend.capabilities.devices))
         raise KernelUnavailable(backend.name, f"it runs on {served} only, not on {device}; take kernels auto")
+
+
+def require_attention(backend: KernelBackend, dtype: torch.dtype) -> None:
+    """Raise InvalidSetting unless the backend's attention takes models of that dtype."""
+    served = backend.capabilities.attention_dtypes
+    if dtype not in served:
+        names = " or ".join(sorted(str(one).removeprefix("torch.") for one in served))
+        raise InvalidSetting(
+            "dtype", str(dtype).removeprefix("torch."), f"kernels {backend.name} attend in {names} only"
+        )
 
 
 def _resolve_kernels(options: EngineOptions) -> tuple[str, Mapping[str, str]]:

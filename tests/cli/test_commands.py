@@ -74,7 +74,7 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
         ),
         (("run", "--budget", "huge"), "known: audit, gate, smoke"),
         (("run", "--prompts", "nothing"), "known: default"),
-        (("run", "--kernels", "cudnn"), "known: cpp, reference"),
+        (("run", "--kernels", "cudnn"), "known: cpp, cuda, flashinfer, reference"),
         (("run", "--drafter", "oracle"), "known: early_exit, model, ngram, sampled_exit, self"),
         (("run", "--epsilon", "2"), "at most 1"),
         (("run", "--plant", "nothing"), "known: accept_all, adaptive_length,"),
@@ -279,6 +279,7 @@ def test_doctor_names_every_backend(equivtest) -> None:
     checks = {check["name"]: check for check in json.loads(out)}
     assert checks["kernels reference"]["ok"]
     assert checks["kernels cpp"]["ok"]
+    assert {"kernels cuda", "kernels flashinfer"} <= set(checks)
 
 
 def test_doctor_prints_a_remedy_that_can_be_pasted(equivtest, monkeypatch: pytest.MonkeyPatch) -> None:

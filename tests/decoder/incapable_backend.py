@@ -34,7 +34,9 @@ class IncapableBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return dataclasses.replace(self.inner.capabilities, min_p=False, per_request_seed=False)
+        return dataclasses.replace(
+            self.inner.capabilities, min_p=False, per_request_seed=False, attention_dtypes=frozenset({torch.bfloat16})
+        )
 
     def verify_probs(self, logits: Tensor, params: RowParams, *, out: Tensor, out_rows: Tensor | None = None) -> Tensor:
         check_verify_probs(self, logits, params, out, out_rows)

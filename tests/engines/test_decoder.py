@@ -15,10 +15,12 @@ import torch
 from equivtest.decoder.scorer import FinishedSamples
 from equivtest.decoder.weights import Checkpoint
 from equivtest.engines.base import Engine, EngineOptions
-from equivtest.engines.decoder import DecoderEngine, require_same_vocabulary
+from equivtest.engines.decoder import DecoderEngine, require_attention, require_same_vocabulary
 from equivtest.errors import InvalidSetting, KernelUnavailable, ModelUnavailable, UnknownName, UnsupportedModel
 from equivtest.faults import get_fault
+from equivtest.kernels.registry import get_backend
 from equivtest.records import Origin, Request, SamplingParams
+from tests.decoder.incapable_backend import IncapableBackend
 
 MESSAGES = [{"role": "user", "content": "Name a colour."}]
 
@@ -162,17 +164,28 @@ def test_a_device_that_is_not_there_is_refused_with_a_remedy(tmp_path: Path, mon
         EngineOptions(device="tpu")
 
 
-def test_on_a_gpu_auto_stands_for_the_reference_and_the_processors_kernels_are_refused(
+def test_on_a_gpu_auto_says_why_it_is_not_cuda_and_the_processors_kernels_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        "equivtest.engines.decoder.resolve_auto", lambda device: ("reference", {device: "there is no nvcc here"})
+    )
     options = EngineOptions(model=str(tmp_path / "nothing.gguf"), device="cuda", dtype="float32")
     heard: list[str] = []
     with pytest.raises(ModelUnavailable):
         DecoderEngine.open(options, on_message=heard.append)
-    assert heard == ["kernels: reference; cpp is not available: it runs on the CPU only"]
+    assert heard == ["kernels: reference; cuda is not available: there is no nvcc here"]
     with pytest.raises(KernelUnavailable, match="it runs on cpu only, not on cuda"):
         DecoderEngine.open(dataclasses.replace(options, kernels="cpp"))
+
+
+def test_a_dtype_that_the_kernels_do_not_attend_in_is_refused_before_the_model_is_read() -> None:
+    narrow = IncapableBackend(get_backend("reference"))
+    with pytest.raises(InvalidSetting, match="kernels incapable attend in bfloat16 only"):
+        require_attention(narrow, torch.float32)
+    require_attention(narrow, torch.bfloat16)
+    require_attention(get_backend("reference"), torch.float32)
 
 
 def test_its_scorer_scores_what_it_generated(engine: DecoderEngine) -> None:
