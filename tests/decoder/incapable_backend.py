@@ -34,8 +34,9 @@ class IncapableBackend:
 
     @property
     def capabilities(self) -> Capabilities:
+        narrow = frozenset({torch.bfloat16})
         return dataclasses.replace(
-            self.inner.capabilities, min_p=False, per_request_seed=False, attention_dtypes=frozenset({torch.bfloat16})
+            self.inner.capabilities, min_p=False, per_request_seed=False, attention_dtypes=narrow
         )
 
     def verify_probs(self, logits: Tensor, params: RowParams, *, out: Tensor, out_rows: Tensor | None = None) -> Tensor:
