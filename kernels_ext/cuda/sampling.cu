@@ -56,6 +56,9 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
     }
     return;
   }
+  if (threadIdx.x < 8) shared.coins[threadIdx.x] = uniform(key, position, static_cast<Purpose>(threadIdx.x));
+  __syncthreads();
+  const auto coin = [&](Purpose purpose) { return shared.coins[static_cast<int>(purpose)]; };
   auto of = [&](int i) { return static_cast<double>(weight(items.x(i))); };
   int64_t token = -1;
   bool accepted = false, refused = false;
@@ -71,9 +74,9 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
       if (threadIdx.x == 0) refuse(results.refusal, named_row, problem, problem == kBadProbability ? p : q);
       refused = true;
     } else {
-      accepted = uniform(key, position, Purpose::kAccept) * static_cast<double>(q) < static_cast<double>(p);
+      accepted = coin(Purpose::kAccept) * static_cast<double>(q) < static_cast<double>(p);
       if (!accepted) {
-        const double u = uniform(key, position, Purpose::kRecover);
+        const double u = coin(Purpose::kRecover);
         if (q_row) {
           token = draw(
               items, u,
@@ -94,7 +97,7 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
                             : requests.rule == Rule::kMatch ? Purpose::kPlain
                             : num_draft == 0                ? Purpose::kPlain
                                                             : Purpose::kBonus;
-    token = draw(items, uniform(key, position, purpose), of, shared);
+    token = draw(items, coin(purpose), of, shared);
     accepted = has_draft && token == draft;
   }
   if (threadIdx.x == 0) {

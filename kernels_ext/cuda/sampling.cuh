@@ -12,7 +12,9 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <cfloat>
 #include <cstdint>
+#include <type_traits>
 
 #include "equivtest/philox.h"
 
@@ -72,7 +74,8 @@ struct Shared {
   double total[kSums];
   float floats[kWarps];
   int ints[kWarps];
-  int counts[2][kLoadsInFlight][kWarps];
+  uint32_t counts[2][kLoadsInFlight / 2][kWarps];
+  double coins[8];  // by purpose
   long long token;
 };
 
@@ -175,18 +178,28 @@ struct Reader {
 
   __device__ int num_vectors() const { return (vocab_size + kWidth - 1) / kWidth; }
 
-  // The logits of a vector; -infinity past the end of the row.
-  __device__ __forceinline__ void load(int vector, float (&x)[kWidth]) const {
-    if (aligned) {
-      const uint4 raw = *reinterpret_cast<const uint4*>(row + static_cast<int64_t>(vector) * kWidth);
-      unpack(raw, x);
-    } else {
+  // The bits of a vector; those of -infinity past the end of the row.
+  __device__ __forceinline__ uint4 bits(int vector) const {
+    if (aligned) return *reinterpret_cast<const uint4*>(row + static_cast<int64_t>(vector) * kWidth);
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    constexpr int kPerWord = 4 / sizeof(T);
+    uint32_t words[4] = {};
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const int id = vector * kWidth + j;
-        x[j] = id < vocab_size ? as_float(row[id]) : -kInfinity;
-      }
+    for (int j = 0; j < kWidth; ++j) {
+      const int id = vector * kWidth + j;
+      const uint32_t entry = id < vocab_size ? reinterpret_cast<const Bits*>(row)[id] : 0xff800000u >> (32 - 8 * sizeof(T));
+      words[j / kPerWord] |= entry << (j % kPerWord * 16);
     }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+
+  __device__ __forceinline__ void load(int vector, float (&x)[kWidth]) const { unpack(bits(vector), x); }
+
+  // Entry j of a vector, where j is not known to the compiler.
+  __device__ static __forceinline__ float entry(const uint4& raw, int j) {
+    const int w = sizeof(T) == 2 ? j / 2 : j;
+    const uint32_t word = w == 0 ? raw.x : w == 1 ? raw.y : w == 2 ? raw.z : raw.w;
+    return __uint_as_float(sizeof(T) == 4 ? word : j % 2 ? word & 0xffff0000u : word << 16);
   }
 
   __device__ static __forceinline__ void unpack(const uint4& raw, float (&x)[kWidth]) {
@@ -317,34 +330,31 @@ class LogitRow {
     int best_id = 0x7fffffff;
     double mass = 0;
     for (int first = threadIdx.x; first < num_vectors; first += kThreads * kLoadsInFlight) {
-      float x[kLoadsInFlight][kWidth];
+      uint4 raw[kLoadsInFlight];
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
-        const int vector = first + k * kThreads;
-        if (vector < num_vectors) {
-          reader_.load(vector, x[k]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) x[k][j] = -kInfinity;
-        }
+        if (first + k * kThreads < num_vectors) raw[k] = reader_.bits(first + k * kThreads);
       }
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
-        float largest = x[k][0];
+        if (first + k * kThreads >= num_vectors) break;
+        float x[kWidth];
+        reader_.unpack(raw[k], x);
+        float largest = x[0];
 #pragma unroll
-        for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, x[k][j]);
+        for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, x[j]);
         if (largest > best) {
           if (mass > 0) mass *= exp2_fast((best - largest) * weight_.scale);
           best = largest;
 #pragma unroll
           for (int j = kWidth - 1; j >= 0; --j) {
-            if (x[k][j] == largest) best_id = (first + k * kThreads) * kWidth + j;
+            if (x[j] == largest) best_id = (first + k * kThreads) * kWidth + j;
           }
         }
         const float base = best == -kInfinity ? 0.0f : best;
         float part = 0;  // NaN where the row holds NaN or +infinity
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) part += exp2_fast((x[k][j] - base) * weight_.scale);
+        for (int j = 0; j < kWidth; ++j) part += exp2_fast((x[j] - base) * weight_.scale);
         mass += part;
       }
     }
@@ -379,14 +389,11 @@ class LogitRow {
       floor = fmaxf(floor, mass_floor);
     }
     floor = fminf(floor, weight_.max);
-    double mass = 0;
-    const int count = gather(floor, &mass);
-    if (count >= 0 && holds_all(law, by_count, by_mass, floor, count, mass)) {
-      items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
-    } else if (by_count || !by_mass) {
-      floor = -kInfinity;
-    } else {
-      floor = fminf(mass_floor, weight_.max);
+    const int count = gather(floor);
+    if (count >= 0) items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
+    if (count < 0 || !holds_all(law, by_count, by_mass, floor)) {
+      items_ = Items<T>{reader_.row, nullptr, nullptr, vocab_size, true};
+      floor = by_count || !by_mass ? -kInfinity : fminf(mass_floor, weight_.max);
     }
     float cut = -kInfinity;
     if (by_count) {
@@ -418,10 +425,10 @@ class LogitRow {
   __device__ float x(int64_t id) const { return as_float(reader_.row[id]); }
 
  private:
-  // Whether the filters keep none but the gathered tokens.
-  __device__ bool holds_all(const RowLaw& law, bool by_count, bool by_mass, float floor, int count, double mass) const {
-    if (by_count) return count >= law.top_k;
-    if (by_mass) return mass >= static_cast<double>(law.top_p) * total_;
+  // Whether the filters keep none but the gathered tokens, which are the items.
+  __device__ bool holds_all(const RowLaw& law, bool by_count, bool by_mass, float floor) {
+    if (by_count) return items_.count >= law.top_k;
+    if (by_mass) return kept_mass() >= static_cast<double>(law.top_p) * total_;
     return floor == -kInfinity || weight_.raw(floor) < law.min_p;
   }
 
@@ -432,63 +439,61 @@ class LogitRow {
     return block_sum(mass, shared_);
   }
 
-  // Tokens that reach `floor`, in vocabulary order, and what they weigh; returns their number, -1 where they do not fit.
-  __device__ int gather(float floor, double* mass) {
-    constexpr int kWidth = Reader<T>::kWidth;
+  // Tokens that reach `floor`, in vocabulary order; returns their number, -1 where they do not fit.
+  __device__ int gather(float floor) {
+    constexpr int kWidth = Reader<T>::kWidth, kPairs = kLoadsInFlight / 2;
+    constexpr uint32_t kOwn = (1u << kWidth) - 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int num_vectors = reader_.num_vectors();
+    floor = fmaxf(floor, -FLT_MAX);  // a logit of -infinity weighs nothing, and is what a row is padded with
     int count = 0, buffer = 0;
-    double own_mass = 0;
     for (int first = 0; first < num_vectors; first += kThreads * kLoadsInFlight, buffer ^= 1) {
-      uint32_t reached = 0;  // a bit an entry of this thread's vectors
-      int before[kLoadsInFlight];
+      uint4 raw[kLoadsInFlight];
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
         const int vector = first + k * kThreads + threadIdx.x;
-        if (vector < num_vectors) {
-          float x[kWidth];
-          reader_.load(vector, x);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            if (x[j] >= floor && vector * kWidth + j < reader_.vocab_size) reached |= 1u << (k * kWidth + j);
-          }
-        }
+        if (vector < num_vectors) raw[k] = reader_.bits(vector);
       }
+      uint32_t reached = 0;  // a bit an entry of this thread's vectors
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
-        before[k] = __popc(reached >> (k * kWidth) & ((1u << kWidth) - 1));
+        if (first + k * kThreads + static_cast<int>(threadIdx.x) >= num_vectors) break;
+        float x[kWidth];
+        reader_.unpack(raw[k], x);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) reached |= x[j] >= floor ? 1u << (k * kWidth + j) : 0u;
+      }
+      uint32_t before[kPairs];  // two counts a word: no sum reaches 2^16
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+        const uint32_t own = reached >> (2 * pair * kWidth);
+        before[pair] = __popc(own & kOwn) | __popc(own >> kWidth & kOwn) << 16;
 #pragma unroll
         for (int offset = 1; offset < 32; offset *= 2) {
-          const int other = __shfl_up_sync(~0u, before[k], offset);
-          if (lane >= offset) before[k] += other;
+          const uint32_t other = __shfl_up_sync(~0u, before[pair], offset);
+          if (lane >= offset) before[pair] += other;
         }
-        if (lane == 31) shared_.counts[buffer][k][warp] = before[k];
+        if (lane == 31) shared_.counts[buffer][pair][warp] = before[pair];
       }
       __syncthreads();
       // Entries of earlier vectors, then of earlier warps, then of earlier lanes come first: the order of the ids.
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
-        const int of_warp = shared_.counts[buffer][k][lane];
-        const int in_warps = __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
+        const uint32_t of_warp = shared_.counts[buffer][k / 2][lane] >> (k % 2 * 16) & 0xffffu;
         const int in_all = __reduce_add_sync(~0u, of_warp);
-        const uint32_t own = reached >> (k * kWidth) & ((1u << kWidth) - 1);
         if (count + in_all > kCapacity) return -1;
-        if (own != 0) {
-          const int vector = first + k * kThreads + threadIdx.x;
-          int place = count + in_warps + before[k] - __popc(own);
-          for (int j = 0; j < kWidth; ++j) {
-            if (own >> j & 1) {
-              const float x = as_float(reader_.row[vector * kWidth + j]);
-              gathered_x_[place] = x;
-              gathered_ids_[place++] = vector * kWidth + j;
-              own_mass += weight_.raw(x);
-            }
-          }
+        const int in_warps = __reduce_add_sync(~0u, lane < warp ? of_warp : 0u);
+        uint32_t own = reached >> (k * kWidth) & kOwn;
+        int place = count + in_warps + static_cast<int>(before[k / 2] >> (k % 2 * 16) & 0xffffu) - __popc(own);
+        for (; own != 0; own &= own - 1, ++place) {
+          const int j = __ffs(static_cast<int>(own)) - 1;
+          gathered_x_[place] = Reader<T>::entry(raw[k], j);
+          gathered_ids_[place] = (first + k * kThreads + static_cast<int>(threadIdx.x)) * kWidth + j;
         }
         count += in_all;
       }
     }
-    *mass = block_sum(own_mass, shared_);  // its barriers publish what was gathered
+    __syncthreads();
     return count;
   }
 
@@ -512,6 +517,16 @@ class LogitRow {
   float floor_ = 0;
   int best_id_ = 0;
 };
+
+// Of a warp's values, those of this lane and of the ones before it.
+__device__ __forceinline__ double prefix_sum(double value) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const double other = __shfl_up_sync(~0u, value, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
+  }
+  return value;
+}
 
 // The first id in vocabulary order whose cumulative weight exceeds u * total, or -1 where nothing weighs anything.
 //
@@ -539,12 +554,12 @@ __device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& s
       if (!(total > 0)) return -1;
       target = u * total;
     }
-    double cumulative = before;
-    int chosen = 0;
-    for (int w = 0; w < kWarps && !(cumulative > target); ++w) {
-      if (!(shared.sums[0][w] > 0)) continue;
-      chosen = w, before = cumulative, cumulative += shared.sums[0][w];
-    }
+    own = shared.sums[0][lane];
+    const double sum = prefix_sum(own);
+    const unsigned past = __ballot_sync(~0u, own > 0 && before + sum > target);
+    const unsigned weighing = __ballot_sync(~0u, own > 0);
+    const int chosen = past != 0 ? __ffs(static_cast<int>(past)) - 1 : 31 - __clz(static_cast<int>(weighing));
+    if (chosen > 0) before += __shfl_sync(~0u, sum, chosen - 1);
     from = min(from + chosen * piece, to), to = min(from + piece, to);
   } while (to - from > kWalk);
   if (warp == 0) {
@@ -552,12 +567,7 @@ __device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& s
     for (int first = from; first < to && found < 0; first += 32) {
       const int i = first + lane;
       const double weight = i < to ? of(i) : 0.0;
-      double sum = weight;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const double other = __shfl_up_sync(~0u, sum, offset);
-        if (lane >= offset) sum += other;
-      }
+      const double sum = prefix_sum(weight);
       const unsigned past = __ballot_sync(~0u, weight > 0 && before + sum > target);
       if (past != 0) found = first + __ffs(past) - 1;
       before += __shfl_sync(~0u, sum, 31);
