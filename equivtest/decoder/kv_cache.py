@@ -129,9 +129,10 @@ class PagedKVCache:
         """Tokens in each of `sequences`. Raises InvalidSetting for one that is not in use."""
         sequences = np.asarray(sequences, dtype=np.int64)
         known = (sequences >= 0) & (sequences < len(self._lengths))
-        lengths = np.where(known, self._lengths[np.where(known, sequences, 0)], -1)
-        if (lengths < 0).any():
-            raise InvalidSetting("sequence", int(sequences[lengths < 0][0]), "is not in use")
+        lengths: IntArray = self._lengths[sequences if known.all() else np.where(known, sequences, 0)]
+        if lengths.min(initial=0) < 0 or not known.all():
+            unused = np.where(known, lengths, -1) < 0
+            raise InvalidSetting("sequence", int(sequences[unused][0]), "is not in use")
         return lengths
 
     def slots(self, sequences: IntArray, positions: IntArray) -> IntArray:
@@ -163,8 +164,9 @@ class PagedKVCache:
         num_added = int((new_pages - old_pages).sum())
         taken = self._take(num_added + len(copies))
         self._copy_last_pages(sequences[copies], old_pages[copies] - 1, taken[num_added:])
-        rows, offsets = _ragged_arange(new_pages - old_pages)
-        self._table[sequences[rows], old_pages[rows] + offsets] = taken[:num_added]
+        if num_added:
+            rows, offsets = _ragged_arange(new_pages - old_pages)
+            self._table[sequences[rows], old_pages[rows] + offsets] = taken[:num_added]
         self._lengths[sequences] = new
         return self._batch(sequences, old, num_new)
 
@@ -215,7 +217,7 @@ class PagedKVCache:
         self._free_sequences.extend(sequences[::-1].tolist())
 
     def _distinct_lengths(self, sequences: IntArray) -> IntArray:
-        if sequences.ndim != 1 or len(np.unique(sequences)) != len(sequences):
+        if sequences.ndim != 1 or len(set(sequences.tolist())) != len(sequences):
             raise InvalidSetting("sequences", sequences.tolist(), "must be distinct, one dimension")
         return self.lengths(sequences)
 
@@ -224,6 +226,8 @@ class PagedKVCache:
         partial = np.flatnonzero(lengths % self.page_size)
         pages = self._table[sequences[partial], lengths[partial] // self.page_size]
         shared = self._references[pages] > 1
+        if not shared.any():
+            return partial[:0]
         partial, pages = partial[shared], pages[shared]
         # When every holder of a page is extended in this call, the first one may keep it.
         unique, first, holders = np.unique(pages, return_index=True, return_counts=True)
@@ -250,6 +254,8 @@ class PagedKVCache:
 
     def _release(self, sequences: IntArray, first: IntArray, last: IntArray) -> None:
         """Drop the references to table columns first[b] : last[b]."""
+        if not (last > first).any():
+            return
         rows, offsets = _ragged_arange(last - first)
         pages = self._table[sequences[rows], first[rows] + offsets]
         np.subtract.at(self._references, pages, 1)
