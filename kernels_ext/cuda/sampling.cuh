@@ -278,6 +278,7 @@ struct PlainWeight {
 template <class T, class Weight>
 __device__ float find_cut(const Items<T>& items, Weight weight, double target, float low, float high, Shared& shared) {
   constexpr int kShift = sizeof(T) == 2 ? 16 : 0;  // bfloat16 has no more than its upper bits
+  low = fmaxf(low, -FLT_MAX);  // what is below weighs nothing, and the upper bits of -infinity's key are a NaN's
   uint32_t from = key_of(low) >> kShift, to = (key_of(high) >> kShift) + 1;  // weight(from) >= target > weight(to)
   while (to - from > 1) {
     float cuts[kCuts], part[kCuts] = {};

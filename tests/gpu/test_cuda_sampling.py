@@ -293,6 +293,20 @@ def test_tokens_that_tie_at_the_cut_are_all_kept(
     assert torch.equal(out > 0, expected > 0)
 
 
+@DTYPES
+@pytest.mark.parametrize("vocab_size", [31, 1021, 49_152])
+def test_masked_tokens_are_never_put_out(backend: FusedBackend, vocab_size: int, dtype: torch.dtype) -> None:
+    """A third of each row is left, fewer than top_k in the first two laws."""
+    laws = tuple(SamplingParams(top_k=vocab_size // 2, top_p=top_p) for top_p in (1.0, 0.9)) + LAWS
+    call = make_call(vocab_size, 24, 2, laws=laws, dtype=dtype)
+    masked = torch.arange(vocab_size, device="cuda") % 3 != 1
+    call.logits[:, masked] = -math.inf
+    result = call.fused(backend)
+    assert_same_tokens(call, result, "chain")
+    tokens = result.output_token_ids[result.output_token_ids >= 0]
+    assert not masked[tokens].any()
+
+
 def test_greedy_takes_the_lowest_id_of_a_tie(backend: FusedBackend) -> None:
     call = make_call(49_152, 4, 1, laws=(SamplingParams(temperature=0.0),), dtype=torch.bfloat16)
     call.logits[:, [48_000, 40_001, 31]] = 60.0
