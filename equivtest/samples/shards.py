@@ -141,6 +141,8 @@ def _filled_up(path: Path, generation: Generation, num_positions: int) -> Genera
             raise InvalidShard(path, f"{name} has {len(values)} entries for {num_tokens} tokens")
     if not 1 <= num_tokens <= num_positions:
         raise InvalidShard(path, f"a generation of {num_tokens} tokens for {num_positions} positions")
+    if num_tokens == num_positions:
+        return generation
     after = (0, num_positions - num_tokens)
     return dataclasses.replace(
         generation,
