@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,15 +12,11 @@ from torch import Tensor
 
 import equivtest
 from equivtest.decoder.config import ModelConfig
-from equivtest.decoder.drafters.registry import DrafterContext, make_drafter
-from equivtest.decoder.executor import Executor
 from equivtest.decoder.hub import resolve_model
-from equivtest.decoder.model import Model
 from equivtest.decoder.weights import Checkpoint, load_checkpoint
 from equivtest.engines.base import EngineOptions
-from equivtest.engines.decoder import DecoderEngine, require_device, require_served
+from equivtest.engines.decoder import DecoderEngine
 from equivtest.errors import InvalidSetting, UnknownName
-from equivtest.kernels.registry import get_backend, resolve_auto
 
 SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
     {
@@ -107,49 +104,16 @@ def random_engine(name: str, config: ModelConfig, options: EngineOptions) -> Dec
     """
     if options.drafter == "model":
         raise InvalidSetting("drafter", "model", "needs a draft model of the same vocabulary: not with a random model")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    require_device(options.device)
-    kernels = resolve_auto(options.device)[0] if options.kernels == "auto" else options.kernels
-    backend = get_backend(kernels)
-    require_served(backend, options.device)
     dtype = torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)
-    tokenizer = load_checkpoint(resolve_model(_TOKENIZER_OF)).tokenizer
-    weights = random_weights(config, device=options.device, dtype=dtype)
-    model = Model(config, weights, backend, dtype=dtype, device=options.device)
-    drafter = make_drafter(
-        options.drafter,
-        DrafterContext(target=model, backend=backend, early_exit_layers=options.early_exit_layers),
-    )
-    capable = backend.capabilities.min_p and backend.capabilities.per_request_seed
-    executor = Executor(
-        model,
-        backend,
-        drafter,
-        plain_backend=backend if capable else get_backend(resolve_auto(options.device)[0]),
-        max_batch=options.max_batch,
-        max_draft=options.draft_len,
-        acceptance=options.acceptance,
-    )
-    label = f"random {name}"
-    description = {
-        "engine": "decoder",
-        "model": label,
-        "model_sha256": f"seed 0 of {equivtest.__version__}",
-        "architecture": config.architecture,
-        "num_layers": config.num_layers,
-        "vocab_size": config.vocab_size,
-        "eos_token_ids": [],
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": options.device,
-        "kernels": backend.name,
-        "drafter": drafter.name,
-        "drafter_parameters": dict(drafter.describe()),
-        "draft_len": options.draft_len,
-        "acceptance": options.acceptance,
-        "max_batch": options.max_batch,
-        "torch": torch.__version__,
-        "equivtest": equivtest.__version__,
-    }
-    checkpoint = Checkpoint(path=Path(label), config=config, weights={}, tokenizer=tokenizer, sha256="")
-    return DecoderEngine(executor, checkpoint, description)
+
+    def load() -> Checkpoint:
+        return Checkpoint(
+            path=Path(name),
+            config=config,
+            weights=random_weights(config, device=options.device, dtype=dtype),
+            tokenizer=load_checkpoint(resolve_model(_TOKENIZER_OF)).tokenizer,
+            sha256=f"seed 0 of {equivtest.__version__}",
+        )
+
+    named = dataclasses.replace(options, model=f"random {name}", dtype=str(dtype).removeprefix("torch."))
+    return DecoderEngine.open(named, load=load)

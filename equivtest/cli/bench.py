@@ -15,7 +15,6 @@ from equivtest.cli.options import ENGINE_FIELDS, engine_options, pick
 
 if TYPE_CHECKING:
     from equivtest.pipeline.run import EngineOptions
-    from equivtest.pipeline.timed_run import Engine
 
 
 @click.group("bench")
@@ -145,7 +144,7 @@ def protocol(
     from equivtest.pipeline.run import RunOptions
     from equivtest.pipeline.timed_run import timed_run
 
-    def opened() -> Engine:
+    def opened() -> Any:
         from equivtest.bench.subject import open_engine  # loads torch, which is part of starting
 
         return open_engine(engine, random_model, on_message=_tell)

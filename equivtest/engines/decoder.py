@@ -37,10 +37,17 @@ class DecoderEngine:
         self._scorer: Scorer | None = None
 
     @classmethod
-    def open(cls, options: EngineOptions, *, on_message: Callable[[str], None] | None = None) -> DecoderEngine:
+    def open(
+        cls,
+        options: EngineOptions,
+        *,
+        load: Callable[[], Checkpoint] | None = None,
+        on_message: Callable[[str], None] | None = None,
+    ) -> DecoderEngine:
         """Fetch and load the model.
 
-        `on_message` gets a line where something takes long, and one that says which kernels "auto" stands for.
+        load: makes the model in place of a file, and `options.model` only names it. `on_message` gets a line where
+        something takes long, and one that says which kernels "auto" stands for.
 
         Raises ModelUnavailable, ChecksumMismatch, UnsupportedModel, KernelUnavailable, UnknownName or InvalidSetting.
         """
@@ -58,8 +65,7 @@ class DecoderEngine:
         check_drafter(options.drafter, has_draft_model=options.draft_model is not None)
         dtype = _default_dtype(options.device) if options.dtype == "auto" else _DTYPES[options.dtype]
         require_attention(backend, dtype)
-        path = resolve_model(options.model, on_progress=on_message)
-        checkpoint = load_checkpoint(path)
+        checkpoint = load() if load else load_checkpoint(resolve_model(options.model, on_progress=on_message))
         model = Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype, device=options.device)
 
         def load_draft_model() -> tuple[Model, str]:
@@ -90,7 +96,7 @@ class DecoderEngine:
         description = {
             "engine": "decoder",
             # Where a file lies on this machine says nothing about it; its sha256 does.
-            "model": path.name if Path(options.model).exists() else options.model,
+            "model": checkpoint.path.name if Path(options.model).exists() else options.model,
             "model_sha256": checkpoint.sha256,
             "architecture": checkpoint.config.architecture,
             "num_layers": checkpoint.config.num_layers,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equivtest.engines.base import Engine as Engine
+from equivtest.engines.base import Engine
 from equivtest.pipeline.manifest import Manifest
 from equivtest.pipeline.progress import Silent
 from equivtest.pipeline.publish import publish
