@@ -125,6 +125,19 @@ def check_spec_accept(
             )
 
 
+def check_logits(op: str, logits: Tensor, temperature: Tensor) -> None:
+    """The values of logits [num_rows, vocab_size], float: one wait for the device where all is well."""
+    no_number = ~(logits < torch.inf)
+    largest = logits.amax(dim=1)
+    scaled = torch.where(temperature == 0, 0.0, largest / temperature)
+    nothing, overflow = largest == -torch.inf, ~scaled.isfinite()
+    if not bool((no_number.any(dim=1) | nothing | overflow).any()):
+        return
+    raise_at(op, "logits must not hold NaN or +inf", logits, no_number)
+    raise_at(op, "logits must hold at least one finite value", largest, nothing)
+    raise_at(op, "the largest logit divided by temperature overflows float32", scaled, overflow)
+
+
 def check_sample(backend: KernelBackend, target_probs: Tensor, streams: Streams, out: Tensor) -> None:
     """Shapes, dtypes and devices of a sample call."""
     op = "sample"
@@ -308,3 +321,10 @@ def check_accept_logits(
             raise InvalidKernelInput(op, f"{name} must be contiguous")
     _check_device(op, backend, **devices, **{name: column for name, (column, _) in columns.items()})
     scratch.require(op, batch=batch, draft=max_draft)
+
+
+def raise_at(op: str, problem: str, values: Tensor, wrong: Tensor) -> None:
+    """Raise for the first wrong entry, naming its row (the first dimension)."""
+    if bool(wrong.any()):
+        where = tuple(wrong.nonzero()[0].tolist())
+        raise InvalidKernelInput(op, problem, row=where[0], value=values[where].item())

@@ -11,16 +11,13 @@ from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.checks import (
-    check_attention_batch,
     check_paged_attention,
     check_sample,
     check_spec_accept,
     check_verify_probs,
 )
 from equivtest.kernels.contract import (
-    AttentionBatch,
     AttentionPlan,
-    AttentionShape,
     Capabilities,
     RowParams,
     SpecAccept,
@@ -28,7 +25,7 @@ from equivtest.kernels.contract import (
     Streams,
 )
 from equivtest.kernels.extension import cache_dir, load_extension
-from equivtest.kernels.torch_layers import TorchLayers
+from equivtest.kernels.unplanned import Unplanned
 from equivtest.rng import Purpose
 
 _FAULT = re.compile(r"row=(?P<row>\d+) value=(?P<value>\S+) problem=(?P<problem>[^\n]*)")
@@ -44,7 +41,7 @@ def load() -> CppBackend:
     return CppBackend()
 
 
-class CppBackend:
+class CppBackend(Unplanned):
     """The contract on the CPU; see `equivtest.kernels.contract.KernelBackend`. Made by `load`."""
 
     name = "cpp"
@@ -95,21 +92,6 @@ class CppBackend:
         keys, positions = (column.contiguous() for column in streams)
         _call("sample", torch.ops.equivtest.sample, target_probs.contiguous(), keys, positions, int(purpose), out)
         return out
-
-    @property
-    def layers(self) -> TorchLayers:
-        return TorchLayers()
-
-    def plan_attention(
-        self,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        *,
-        for_graph: bool = False,
-        reuse: AttentionPlan | None = None,
-    ) -> tuple[AttentionBatch, AttentionShape]:
-        check_attention_batch(self, batch, shape)
-        return batch, shape
 
     def paged_attention(self, query: Tensor, kv_pages: Tensor, plan: AttentionPlan) -> Tensor:
         batch, shape = plan

@@ -25,6 +25,7 @@ from torch import Tensor
 from equivtest.errors import InvalidKernelInput, KernelUnavailable
 from equivtest.kernels.checks import (
     check_attention_batch,
+    check_logits,
     check_paged_attention,
     check_sample,
     check_spec_accept,
@@ -101,7 +102,7 @@ class FlashInferBackend:
         _check_size(*logits.shape)
         if logits.shape[0] == 0:
             return out
-        _check_logits(logits, params.temperature)
+        check_logits("verify_probs", logits, params.temperature)
         probs = self._law(logits, params)
         return out.copy_(probs) if out_rows is None else out.index_copy_(0, out_rows, probs)
 
@@ -255,22 +256,3 @@ def _check_size(num_rows: int, vocab_size: int) -> None:
     if num_rows * vocab_size >= _MAX_INDEX:
         problem = "rows times vocab_size must be below 2**32, FlashInfer's index"
         raise InvalidKernelInput("flashinfer", problem, value=(num_rows, vocab_size))
-
-
-def _check_logits(logits: Tensor, temperature: Tensor) -> None:
-    """The refusals that the contract names, with one wait for the device where all is well."""
-    largest = logits.float().amax(dim=1)
-    bad = ~(logits < torch.inf).all(dim=1)
-    empty = largest == -torch.inf
-    scaled = torch.where(temperature == 0, 0.0, largest / temperature)
-    overflow = ~scaled.isfinite()
-    if not bool((bad | empty | overflow).any()):
-        return
-    for wrong, problem, values in (
-        (bad, "logits must not hold NaN or +inf", logits.float().masked_fill(logits < torch.inf, 0.0).amax(dim=1)),
-        (empty, "logits must hold at least one finite value", largest),
-        (overflow, "the largest logit divided by temperature overflows float32", scaled),
-    ):
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise InvalidKernelInput("verify_probs", problem, row=row, value=float(values[row]))

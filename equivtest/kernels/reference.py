@@ -9,26 +9,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.checks import (
-    check_attention_batch,
+    check_logits,
     check_paged_attention,
     check_sample,
     check_spec_accept,
     check_verify_probs,
+    raise_at,
 )
 from equivtest.kernels.contract import (
     PADDING,
-    AttentionBatch,
     AttentionPlan,
-    AttentionShape,
     Capabilities,
     RowParams,
     SpecAccept,
     SpecScratch,
     Streams,
 )
-from equivtest.kernels.torch_layers import TorchLayers
+from equivtest.kernels.unplanned import Unplanned
 from equivtest.rng import Purpose, uniforms
 
 _MAX_ATTENTION_ENTRIES = 1 << 27
@@ -40,7 +38,7 @@ def load() -> ReferenceBackend:
     return ReferenceBackend()
 
 
-class ReferenceBackend:
+class ReferenceBackend(Unplanned):
     """The definition of the contract; see `equivtest.kernels.contract.KernelBackend`."""
 
     name = "reference"
@@ -61,7 +59,7 @@ class ReferenceBackend:
         if logits.shape[0] == 0:
             return out
         logits = logits.to(self.capabilities.probs_dtype)
-        _check_logits(logits, params.temperature)
+        check_logits("verify_probs", logits, params.temperature)
         probs = torch.where((params.temperature == 0)[:, None], _greedy(logits), _law(logits, params))
         if out_rows is None:
             return out.copy_(probs)
@@ -139,21 +137,6 @@ class ReferenceBackend:
         _check_probs("sample", "probabilities must be finite and at least 0", weights)
         _check_mass("sample", weights)
         return out.copy_(_draw(weights, _coins(streams.keys, streams.positions, purpose)))
-
-    @property
-    def layers(self) -> TorchLayers:
-        return TorchLayers()
-
-    def plan_attention(
-        self,
-        batch: AttentionBatch,
-        shape: AttentionShape,
-        *,
-        for_graph: bool = False,
-        reuse: AttentionPlan | None = None,
-    ) -> tuple[AttentionBatch, AttentionShape]:
-        check_attention_batch(self, batch, shape)
-        return batch, shape
 
     def paged_attention(self, query: Tensor, kv_pages: Tensor, plan: AttentionPlan) -> Tensor:
         batch, shape = plan
@@ -252,30 +235,14 @@ def _entries(probs: Tensor, ids: Tensor) -> Tensor:
     return probs.gather(2, ids[:, :, None]).squeeze(2).double()
 
 
-def _check_logits(logits: Tensor, temperature: Tensor) -> None:
-    op = "verify_probs"
-    _raise_at(op, "logits must not hold NaN or +inf", logits, ~(logits < torch.inf))
-    largest = logits.amax(dim=1)
-    _raise_at(op, "logits must hold at least one finite value", largest, largest == -torch.inf)
-    scaled = torch.where(temperature == 0, 0.0, largest / temperature)
-    _raise_at(op, "the largest logit divided by temperature overflows float32", scaled, ~scaled.isfinite())
-
-
 def _check_entries(op: str, problem: str, entries: Tensor, offered: Tensor) -> None:
-    _raise_at(op, problem, entries, offered & ~((entries >= 0) & entries.isfinite()))
+    raise_at(op, problem, entries, offered & ~((entries >= 0) & entries.isfinite()))
 
 
 def _check_probs(op: str, problem: str, probs: Tensor) -> None:
-    _raise_at(op, problem, probs, ~((probs >= 0) & probs.isfinite()))
+    raise_at(op, problem, probs, ~((probs >= 0) & probs.isfinite()))
 
 
 def _check_mass(op: str, weights: Tensor) -> None:
     total = weights.sum(dim=1)
-    _raise_at(op, "probabilities must not all be 0", total, ~(total > 0))
-
-
-def _raise_at(op: str, problem: str, values: Tensor, wrong: Tensor) -> None:
-    """Raise for the first wrong entry, naming its row (the first dimension)."""
-    if bool(wrong.any()):
-        where = tuple(wrong.nonzero()[0].tolist())
-        raise InvalidKernelInput(op, problem, row=where[0], value=values[where].item())
+    raise_at(op, "probabilities must not all be 0", total, ~(total > 0))
