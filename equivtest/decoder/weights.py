@@ -126,8 +126,13 @@ def _load_folder(path: Path) -> Checkpoint:
         config=config,
         weights=load_weights(path),
         tokenizer=tokenizer,
-        sha256=_files_sha256([config_file, *_shards(path), *tokenizer_files]),
+        sha256=weights_sha256(path, *tokenizer_files),
     )
+
+
+def weights_sha256(path: Path, *more: Path) -> str:
+    """Of the names and hashes of a folder's config.json and *.safetensors, and of `more` files."""
+    return _files_sha256([path / "config.json", *_shards(path), *more])
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
