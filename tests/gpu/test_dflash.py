@@ -27,9 +27,9 @@ def backend(request: pytest.FixtureRequest) -> KernelBackend:
         pytest.skip(unavailable.reason)
 
 
-def on_gpu(backend: KernelBackend) -> Model:
+def on_gpu(backend: KernelBackend, dtype: torch.dtype = torch.float32) -> Model:
     config, weights = tiny_checkpoint()
-    return Model(config, weights, backend, dtype=torch.float32, device="cuda")
+    return Model(config, weights, backend, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,13 @@ def test_every_proposal_is_what_the_whole_network_gives_for_the_text(
     target = on_gpu(backend)
     proposals = proposals_of(dflash_drafter(target, **changes), target)
     assert wrong(proposals, target, dflash_network(dflash_config(target.config, **changes))) == 0
+
+
+def test_in_bfloat16_proposals_part_from_the_networks_at_near_ties_only(backend: KernelBackend) -> None:
+    """Within .3 of the largest logit, whose standard deviation is about 3."""
+    target = on_gpu(backend, torch.bfloat16)
+    network = dflash_network(dflash_config(target.config)).to(torch.bfloat16)
+    assert wrong(proposals_of(dflash_drafter(target), target), target, network, 0.3) == 0
 
 
 def test_a_context_that_is_not_cut_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
