@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -176,13 +178,9 @@ class Reading:
     """
 
     def __init__(self, accepted: SpecAccept, drafts: Drafts) -> None:
-        parts = [accepted.output_token_ids.reshape(-1), accepted.emitted.long()]
-        if accepted.refusal is not None:
-            parts.append(accepted.refusal.view(torch.int64))
-        if drafts.unread is not None:
-            parts.append(drafts.unread.reshape(-1))
-        self._accepted, self._drafts, self._sizes = accepted, drafts, np.cumsum([len(part) for part in parts])
-        joined = torch.cat(parts)
+        parts = [accepted.output_token_ids, accepted.emitted, accepted.refusal, drafts.unread]
+        self._drafts, self._parts = drafts, parts
+        joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts if part is not None])
         self._host = joined.to("cpu", non_blocking=True)
         self._arrived: torch.cuda.Event | None = None
         if joined.is_cuda:
@@ -193,12 +191,26 @@ class Reading:
         """Both on the host, int64. Raises InvalidKernelInput where a kernel refused a row."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        output_token_ids, emitted, *rest = np.split(self._host.numpy(), self._sizes[:-1])
-        if self._accepted.refusal is not None:
-            raise_refusal("accept_logits", rest.pop(0).view(np.float64))
-        if self._drafts.unread is not None:
-            self._drafts.have_read(rest.pop(0).reshape(len(emitted), self._drafts.width))
-        return output_token_ids.reshape(len(emitted), -1), emitted
+        held, offset = self._host.numpy(), 0
+        read: list[np.ndarray[Any, Any] | None] = []
+        for part in self._parts:
+            if part is None:
+                read.append(None)
+                continue
+            values = np.frombuffer(held, _NUMPY[part.dtype], part.numel(), offset).reshape(part.shape)
+            read.append(values)
+            offset += values.nbytes
+        output_token_ids, emitted, refusal, unread = read
+        assert output_token_ids is not None
+        assert emitted is not None
+        if refusal is not None:
+            raise_refusal("accept_logits", refusal)
+        if unread is not None:
+            self._drafts.have_read(unread)
+        return output_token_ids, emitted.astype(np.int64)
+
+
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64}
 
 
 class UnreadStep:

@@ -32,8 +32,15 @@ class WideResidual(NamedTuple):
 
     wide: Tensor
     """float32 [num_rows, hidden_size]."""
-    narrow: Tensor
-    """The same in the model's dtype, which products read; of a float32 model the same tensor."""
+    rounded: Tensor | None
+    """The same in the model's dtype, where somebody has made it; of a float32 model the same tensor."""
+    dtype: torch.dtype
+    """The model's."""
+
+    @property
+    def narrow(self) -> Tensor:
+        """[num_rows, hidden_size] in the model's dtype."""
+        return self.wide.to(self.dtype) if self.rounded is None else self.rounded
 
 
 class CudaLayers:
@@ -58,7 +65,7 @@ class CudaLayers:
 
     def residual(self, rows: Tensor) -> WideResidual:
         rows = rows.contiguous()
-        return WideResidual(rows.float(), rows)
+        return WideResidual(rows.float(), rows, rows.dtype)
 
     def rows(self, hidden: WideResidual) -> Tensor:
         return hidden.narrow
@@ -69,12 +76,12 @@ class CudaLayers:
         return self._normed(hidden, eps, norm.contiguous())
 
     def normed_linear(self, hidden: WideResidual, eps: float, weight: Tensor) -> Tensor:
-        if _is_own(hidden.narrow, weight):
+        if _is_own(hidden.wide, weight):
             return self._product(hidden.narrow, weight, eps=eps)
         return self._normed(hidden, eps) @ weight.T
 
     def normed_gate(self, hidden: WideResidual, eps: float, weight: Tensor) -> Tensor:
-        if _is_own(hidden.narrow, weight):
+        if _is_own(hidden.wide, weight):
             return self._product(hidden.narrow, weight, eps=eps, is_gate=True)
         both = self._normed(hidden, eps) @ weight.T
         rows, size = both.shape[0], both.shape[1] // 2
@@ -84,14 +91,15 @@ class CudaLayers:
 
     def add_linear(self, hidden: WideResidual, x: Tensor, weight: Tensor) -> WideResidual:
         """Writes into `hidden`."""
-        wide, narrow = hidden
         if _is_own(x, weight):
-            self._product(x, weight, residual=hidden)
-        elif wide is narrow:
-            wide.addmm_(x, weight.T)
-        else:
-            narrow.copy_(wide.add_(torch.mm(x, weight.T, out_dtype=torch.float32)))
-        return hidden
+            narrow = hidden.narrow
+            self._product(x, weight, out=narrow, residual=hidden.wide)
+            return hidden._replace(rounded=narrow)
+        if hidden.dtype == torch.float32:
+            hidden.wide.addmm_(x, weight.T)
+            return hidden
+        torch.addmm(hidden.wide, x, weight.T, out_dtype=torch.float32, out=hidden.wide)
+        return hidden._replace(rounded=None)
 
     def rotate_and_store(
         self,
@@ -126,8 +134,8 @@ class CudaLayers:
 
     def _normed(self, hidden: WideResidual, eps: float, norm: Tensor | None = None) -> Tensor:
         """hidden / rms(hidden), times norm if there is one, in the model's dtype."""
-        wide, narrow = hidden
-        out = torch.empty_like(narrow)
+        wide = hidden.wide
+        out = torch.empty_like(wide, dtype=hidden.dtype)
         rows, size = wide.shape
         _require("rms_norm", wide, wide.is_contiguous(), "hidden must be contiguous", wide.stride())
         self._library.call("rms_norm", wide, norm, out, rows, size, _is_bfloat16(out), float(eps))
@@ -139,19 +147,20 @@ class CudaLayers:
         weight: Tensor,
         *,
         eps: float | None = None,
-        residual: WideResidual | None = None,
+        out: Tensor | None = None,
+        residual: Tensor | None = None,
         is_gate: bool = False,
     ) -> Tensor:
-        """eps: of the RMSNorm that the rows of x have still to go through."""
+        """eps: of the RMSNorm that the rows of x have still to go through. residual: float32, added to in place."""
         op = "product"
         num_rows, in_features = x.shape
         out_features = weight.shape[0] // 2 if is_gate else weight.shape[0]
         _require(op, x, weight.shape[1] == in_features, f"weight must be [..., {in_features}]", tuple(weight.shape))
-        out = x.new_empty(num_rows, out_features) if residual is None else residual.narrow
+        out = x.new_empty(num_rows, out_features) if out is None else out
         fits = out.shape == (num_rows, out_features) and out.is_contiguous()
         _require(op, out, fits, f"hidden must be [{num_rows}, {out_features}], contiguous", tuple(out.shape))
         self._library.call(
-            op, x.contiguous(), weight, None if residual is None else residual.wide, out,
+            op, x.contiguous(), weight, residual, out,
             num_rows, in_features, out_features, eps is not None, is_gate, float(eps or 0),
         )  # fmt: skip
         return out
@@ -225,10 +234,10 @@ class CudaAttention:
 def _is_own(x: Tensor, weight: Tensor) -> bool:
     """Whether `product` of kernels_ext/cuda multiplies these."""
     rows, size = x.shape
-    if not (weight.dtype == x.dtype == torch.bfloat16 and size % 8 == 0):
+    if weight.dtype != torch.bfloat16 or size % 8:
         return False
-    is_few = rows <= MAX_FEW_ROWS and rows * size <= _MAX_STAGED
-    return is_few or (rows <= MAX_TILED_ROWS and weight.numel() <= MAX_TILED_WEIGHTS and weight.shape[0] % 4 == 0)
+    is_small = weight.numel() <= MAX_TILED_WEIGHTS and weight.shape[0] % 4 == 0
+    return rows <= MAX_TILED_ROWS if is_small else rows <= MAX_FEW_ROWS and rows * size <= _MAX_STAGED
 
 
 def _is_bfloat16(x: Tensor) -> bool:

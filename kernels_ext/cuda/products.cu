@@ -6,9 +6,10 @@
 //   gate       SwiGLU: silu of the first half of the outputs times the second half
 //   residual   the result is added to the float32 residual stream, and a bfloat16 copy of that is kept
 //
-// One row to kMaxFew: `few_rows`, on the CUDA cores, a warp an output. More: `tiles`, on the tensor cores (mma.sync
-// m16n8k16), a block a tile, its warps sharing the tile's rows and then the sum. Both are bound by latency for the
-// matrices of a small model, so weights, which no kernel writes, are on their way before the predecessor has ended.
+// One or two rows, and up to kMaxFew of a large matrix: `few_rows`, on the CUDA cores, a warp an output. More: `tiles`,
+// on the tensor cores (mma.sync m16n8k16), a block a tile, its warps sharing the tile's rows and then the sum. Both are
+// bound by latency for the matrices of a small model, so weights, which no kernel writes, are on their way before the
+// predecessor has ended.
 
 #include "launch.cuh"
 
@@ -18,6 +19,8 @@ using namespace equivtest::cuda;
 using bf16 = __nv_bfloat16;
 
 constexpr int kMaxFew = 8;
+constexpr int kFewOfSmall = 2;
+constexpr int64_t kLargeMatrix = 1 << 22;  // entries
 constexpr int kMaxStaged = 24576;  // entries of x in shared memory: 48 KiB, what a block has without asking
 
 struct Product {
@@ -164,7 +167,10 @@ constexpr int kTileWarps = 8;
 constexpr int kTileThreads = 32 * kTileWarps;
 constexpr int kDepth = 128;  // of a stage, along in_features
 constexpr int kChunks = kDepth / 8;
-constexpr int kStages = 4;
+// All of a short sum is on its way at once, and of a long one as much as fits: a small model's product is bound by the
+// time that one read takes.
+constexpr int kShort = 5, kLong = 12;  // stages
+constexpr size_t kMaxShared = 200 << 10;
 
 // 16 bytes to shared memory; zeros where there is nothing to read.
 __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool is_there) {
@@ -197,7 +203,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <int kRows, int kOutputs, bool kGate>
+template <int kRows, int kOutputs, bool kGate, int kStages>
 struct Tile {
   static constexpr int kWeights = kGate ? 2 * kOutputs : kOutputs;  // rows of the matrix
   static constexpr int kWarpsDown = kRows / 16;                     // warps side by side along the rows
@@ -209,9 +215,9 @@ struct Tile {
 };
 
 // out[kRows x kOutputs] = x W^T. Warp (i, p) has rows 16 i .. 16 i + 15 and every kParts-th step of 16 along the sum.
-template <int kRows, int kOutputs, bool kGate>
+template <int kRows, int kOutputs, bool kGate, int kStages>
 __global__ void __launch_bounds__(kTileThreads) tiles(const Product call) {
-  using T = Tile<kRows, kOutputs, kGate>;
+  using T = Tile<kRows, kOutputs, kGate, kStages>;
   extern __shared__ uint4 stages[];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int down = warp % T::kWarpsDown, part = warp / T::kWarpsDown;
@@ -247,6 +253,24 @@ __global__ void __launch_bounds__(kTileThreads) tiles(const Product call) {
   for (int step = 0; step < kStages; ++step) {
     if (step < num_steps) copy_rows(step);
     commit_copies();
+  }
+
+  // What the sum is added to, by the warps that will put it out; it is there long before the sum is.
+  float2 before[kOutputs / 8][2] = {};
+  const auto place = [&](int j, int i) {  // of two results in residual and out, -1 for nobody's
+    const int row = first_row + 16 * down + lane / 4 + 8 * i, output = first_output + 8 * j + lane % 4 * 2;
+    if (row >= call.num_rows || output >= call.out_features) return int64_t{-1};  // out_features is even
+    return static_cast<int64_t>(row) * call.out_features + output;
+  };
+  if (call.residual != nullptr && part == 0) {
+#pragma unroll
+    for (int j = 0; j < kOutputs / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = place(j, i);
+        if (at >= 0) before[j][i] = *reinterpret_cast<const float2*>(call.residual + at);
+      }
+    }
   }
 
   float c[T::kColumns][4] = {}, squares[2] = {};
@@ -316,8 +340,8 @@ __global__ void __launch_bounds__(kTileThreads) tiles(const Product call) {
   for (int j = 0; j < kOutputs / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = first_row + 16 * down + lane / 4 + 8 * i, output = first_output + 8 * j + lane % 4 * 2;
-      if (row >= call.num_rows || output >= call.out_features) continue;  // out_features is even
+      const int64_t at = place(j, i);
+      if (at < 0) continue;
       float y[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -327,26 +351,29 @@ __global__ void __launch_bounds__(kTileThreads) tiles(const Product call) {
           y[e] = rounded<bf16>(silu(rounded<bf16>(y[e]))) * up;
         }
       }
-      const int64_t at = static_cast<int64_t>(row) * call.out_features + output;
-      if (call.residual != nullptr) {
-        auto* const residual = reinterpret_cast<float2*>(call.residual + at);
-        const float2 before = *residual;
-        y[0] += before.x, y[1] += before.y;
-        *residual = make_float2(y[0], y[1]);
-      }
+      y[0] += before[j][i].x, y[1] += before[j][i].y;
+      if (call.residual != nullptr) *reinterpret_cast<float2*>(call.residual + at) = make_float2(y[0], y[1]);
       *reinterpret_cast<uint32_t*>(call.out + at) = pack_halves(y[0], y[1]);
     }
   }
 }
 
-template <int kRows, int kOutputs, bool kGate>
+template <int kRows, int kOutputs, bool kGate, int kStages>
 const char* launch_tiles(const Product& call, void* stream) {
-  constexpr size_t kBytes = Tile<kRows, kOutputs, kGate>::kBytes;
-  const cudaError_t error = cudaFuncSetAttribute(tiles<kRows, kOutputs, kGate>,
+  constexpr size_t kBytes = Tile<kRows, kOutputs, kGate, kStages>::kBytes;
+  const cudaError_t error = cudaFuncSetAttribute(tiles<kRows, kOutputs, kGate, kStages>,
                                                  cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
   if (error != cudaSuccess) return cudaGetErrorString(error);
   const dim3 grid((call.out_features + kOutputs - 1) / kOutputs, (call.num_rows + kRows - 1) / kRows);
-  return launch(tiles<kRows, kOutputs, kGate>, grid, kTileThreads, kBytes, stream, call);
+  return launch(tiles<kRows, kOutputs, kGate, kStages>, grid, kTileThreads, kBytes, stream, call);
+}
+
+template <int kRows, int kOutputs, bool kGate>
+const char* launch_tiles(const Product& call, void* stream) {
+  if constexpr (Tile<kRows, kOutputs, kGate, kLong>::kBytes <= kMaxShared) {
+    if (call.in_features > kShort * kDepth) return launch_tiles<kRows, kOutputs, kGate, kLong>(call, stream);
+  }
+  return launch_tiles<kRows, kOutputs, kGate, kShort>(call, stream);
 }
 
 // The largest tile that still keeps most of a device's processors busy.
@@ -380,11 +407,13 @@ extern "C" const char* equivtest_product(const void* x, const void* weight, void
       is_scaled != 0,
       static_cast<float>(eps),
   };
-  if (num_rows > kMaxFew || num_rows * in_features > kMaxStaged) {
-    if (in_features % 8 || out_features % 2) return "a product of tiles needs whole chunks and pairs";
+  if (in_features % 8) return "a product needs whole chunks";
+  const bool is_large = out_features * in_features > kLargeMatrix;
+  const bool fits = num_rows <= kMaxFew && num_rows * in_features <= kMaxStaged;
+  if (!(fits && (is_large || out_features % 2 || num_rows <= kFewOfSmall))) {
+    if (out_features % 2) return "a product of tiles needs whole pairs";
     return is_gate ? launch_tiles<true>(call, stream) : launch_tiles<false>(call, stream);
   }
-  if (in_features % 8) return "a product needs whole chunks";
   // Small matrices need every warp that there is; large ones a wave or two of blocks, each of which stages x.
   constexpr int64_t kManyOutputs = 8192;
   if (is_gate) return out_features < kManyOutputs ? launch_few_rows<2, true, 4>(call, stream)
