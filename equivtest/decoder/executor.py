@@ -103,7 +103,10 @@ class Executor:
                 "prompt and max_tokens", longest, f"must be at most {limit} tokens, the model's context"
             )
         stages = self.stages if fault is None else fault(self.stages)
-        kv, self._kv = cache_for(self.model, table, max_batch=self.max_batch, reuse=self._kv), None
+        # With room for a follower also where none reads along, so that one cache serves both kinds of call.
+        follower = None if self.drafter is None else self.drafter.follower
+        kv = cache_for(self.model, table, max_batch=self.max_batch, reuse=self._kv, follower=follower)
+        self._kv = None
         drafter = self.drafter if speculative else None
         if drafter is not None:
             drafter.start(table, max_batch=self.max_batch, max_draft=self.max_draft)
@@ -130,7 +133,8 @@ class Executor:
         needs_plain_backend = np.array(
             [unsupported_feature(r.params, r.seed, self.backend.capabilities) is not None for r in table.requests], bool
         )
-        pool = PromptPool(self.model, kv, table, np.arange(len(table)))
+        follower = None if drafter is None else drafter.follower
+        pool = PromptPool(self.model, kv, table, np.arange(len(table)), follower=follower)
         rows, sequences = np.empty(0, np.int64), np.empty(0, np.int64)
         on_device = _OnDevice.of(table, rows)
         unread: UnreadStep | None = None
@@ -164,6 +168,7 @@ class Executor:
                 kv=kv,
                 scratch=scratch,
                 unread=None if unread is None else unread.token_ids,
+                follower=follower,
             )
             outcome = stages.start(step)
             index += 1

@@ -8,15 +8,16 @@ to the cache's spare page, and sequences past the last are empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from equivtest.decoder.follower import Follower
 from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
-from equivtest.kernels.contract import AttentionBatch, AttentionPlan, HostBatch
+from equivtest.kernels.contract import AttentionBatch, AttentionPlan, AttentionShape, HostBatch, KernelBackend
 
 if TYPE_CHECKING:
     from equivtest.decoder.model import Model
@@ -26,30 +27,73 @@ MAX_GRAPH_ROWS = 8192
 _ALIGNMENT = 16
 
 
-class StepGraphs:
-    """The graphs of one model. They hold a cache's memory: with another cache they are captured anew."""
+class GraphOwner(Protocol):
+    """Whose forwards the graphs hold."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    backend: KernelBackend
+    device: torch.device
+
+    def attention_shape(self, kv: PagedKVCache) -> AttentionShape: ...
+
+
+Captured = Callable[["GraphInputs", Sequence[AttentionPlan]], Tensor]
+"""Device work on a graph's inputs, with a plan for each batch."""
+
+
+class GraphCache:
+    """The graphs of one owner by what they do and for which shape. They hold a cache's memory: with another cache they
+    are captured anew."""
+
+    def __init__(self, owner: GraphOwner) -> None:
+        self._owner = owner
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._kv: PagedKVCache | None = None
         self._pool: Any = None
 
-    def logits(self, token_ids: Tensor, batch: RaggedBatch, kv: PagedKVCache) -> Tensor:
+    def replay(
+        self,
+        what: tuple[object, ...],
+        shape: GraphShape,
+        token_ids: Tensor,  # int64 [num_rows], on the host or the device
+        batches: Sequence[RaggedBatch],
+        kv: PagedKVCache,
+        captured: Captured,
+    ) -> Tensor:
+        """What `captured` returns for these inputs, in memory that the next replay overwrites.
+
+        what: names `captured` among those of the owner.
+        """
+        if self._kv is not kv:
+            self._graphs.clear()
+            self._kv, self._pool = kv, torch.cuda.graph_pool_handle()
+        key = (shape, *what)
+        if key not in self._graphs:
+            self._graphs[key] = _Graph(self._owner, kv, shape, captured, self._pool)
+        return self._graphs[key].replay(token_ids, batches)
+
+
+class StepGraphs:
+    """The graphs of one model."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._graphs = model, GraphCache(model)
+
+    def logits(
+        self, token_ids: Tensor, batch: RaggedBatch, kv: PagedKVCache, *, follower: Follower | None = None
+    ) -> Tensor:
         """Logits [num_rows, vocab_size] of a forward of these rows, in memory that the next replay overwrites.
 
         token_ids: int64 [num_rows], on the host or the device.
         """
         model, num_rows = self._model, len(batch.slots)
-        shape = _Shape.of([batch], num_rows)
 
-        def captured(inputs: _Inputs, plans: Sequence[AttentionPlan]) -> Tensor:
-            return model.head(
-                model.layers_forward(inputs.token_ids, inputs.slots[0], inputs.positions[0], plans[0], kv)
-            )
+        def captured(inputs: GraphInputs, plans: Sequence[AttentionPlan]) -> Tensor:
+            slots, positions = inputs.slots[0], inputs.positions[0]
+            hidden = model.layers_forward(inputs.token_ids, slots, positions, plans[0], kv, follower=follower)
+            return model.head(hidden)
 
-        graph = self._graph((shape, "logits"), shape, kv, captured)
-        return graph.replay(token_ids, [batch])[:num_rows]
+        shape = GraphShape.of([batch], num_rows)
+        return self._graphs.replay(("logits", follower), shape, token_ids, [batch], kv, captured)[:num_rows]
 
     def greedy(
         self, token_ids: Tensor, batches: Sequence[RaggedBatch], kv: PagedKVCache, *, num_layers: int | None = None
@@ -59,9 +103,8 @@ class StepGraphs:
         token_ids: int64 [num_rows], the last token of each row; the i-th batch feeds what the one before it gave.
         """
         model, num_rows = self._model, len(batches[0].slots)
-        shape = _Shape.of(batches, num_rows)
 
-        def captured(inputs: _Inputs, plans: Sequence[AttentionPlan]) -> Tensor:
+        def captured(inputs: GraphInputs, plans: Sequence[AttentionPlan]) -> Tensor:
             fed, columns = inputs.token_ids, []
             for index, plan in enumerate(plans):
                 hidden = model.layers_forward(
@@ -71,26 +114,12 @@ class StepGraphs:
                 columns.append(fed)
             return torch.stack(columns, dim=1)
 
-        graph = self._graph((shape, num_layers, "greedy"), shape, kv, captured)
+        shape = GraphShape.of(batches, num_rows)
         # A copy: graphs share their memory, and the drafts are still needed when the next one runs.
-        return graph.replay(token_ids, batches)[:num_rows].clone()
-
-    def _graph(
-        self,
-        key: tuple[object, ...],
-        shape: _Shape,
-        kv: PagedKVCache,
-        captured: Callable[[_Inputs, Sequence[AttentionPlan]], Tensor],
-    ) -> _Graph:
-        if self._kv is not kv:
-            self._graphs.clear()
-            self._kv, self._pool = kv, torch.cuda.graph_pool_handle()
-        if key not in self._graphs:
-            self._graphs[key] = _Graph(self._model, kv, shape, captured, self._pool)
-        return self._graphs[key]
+        return self._graphs.replay(("greedy", num_layers), shape, token_ids, batches, kv, captured)[:num_rows].clone()
 
 
-class _Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """What a graph is captured for, each rounded up."""
 
     num_sequences: int
@@ -99,9 +128,10 @@ class _Shape(NamedTuple):
     num_batches: int
 
     @classmethod
-    def of(cls, batches: Sequence[RaggedBatch], num_rows: int) -> _Shape:
+    def of(cls, batches: Sequence[RaggedBatch], num_rows: int, *, group: int = 1) -> GraphShape:
+        """group: sequences that only come together."""
         num_sequences, num_columns = batches[0].page_table.shape
-        sequences = rounded_up(num_sequences)
+        sequences = rounded_up(num_sequences // group) * group
         rows_each = -(-num_rows // max(1, num_sequences))
         return cls(sequences, max(sequences * rows_each, num_rows), 1 << (num_columns - 1).bit_length(), len(batches))
 
@@ -112,10 +142,10 @@ def rounded_up(count: int) -> int:
     return 3 * power // 4 if power >= 8 and count <= 3 * power // 4 else power
 
 
-class _Inputs:
+class GraphInputs:
     """The inputs of a graph: one block of pinned memory, its twin on the device, and views of both by name."""
 
-    def __init__(self, shape: _Shape, device: torch.device) -> None:
+    def __init__(self, shape: GraphShape, device: torch.device) -> None:
         sequences, rows, columns, batches = shape
         fields = {
             "token_ids": (np.int64, (rows,)),
@@ -176,7 +206,7 @@ class _Inputs:
             self.token_ids[: len(token_ids)].copy_(token_ids)
 
 
-def _fullest(shape: _Shape, kv: PagedKVCache) -> RaggedBatch:
+def _fullest(shape: GraphShape, kv: PagedKVCache) -> RaggedBatch:
     """A batch that fills the shape, all of it in the spare page: backends plan for it what no later batch outgrows."""
     rows_each = np.full(shape.num_sequences, shape.num_rows // shape.num_sequences)
     rows_each[: shape.num_rows % shape.num_sequences] += 1
@@ -195,15 +225,15 @@ class _Graph:
 
     def __init__(
         self,
-        model: Model,
+        owner: GraphOwner,
         kv: PagedKVCache,
-        shape: _Shape,
-        captured: Callable[[_Inputs, Sequence[AttentionPlan]], Tensor],
+        shape: GraphShape,
+        captured: Captured,
         pool: Any,
     ) -> None:
-        self._backend, self._shape = model.backend, model.attention_shape(kv)
+        self._backend, self._shape = owner.backend, owner.attention_shape(kv)
         self._spare_slot = kv.spare_page * kv.page_size
-        self._inputs = _Inputs(shape, model.device)
+        self._inputs = GraphInputs(shape, owner.device)
         fullest = [_fullest(shape, kv)] * shape.num_batches
         self._inputs.fill(torch.zeros(shape.num_rows, dtype=torch.int64), fullest, self._spare_slot)
         self._plans = [

@@ -50,6 +50,11 @@ SHIPPED: Mapping[str, Path] = MappingProxyType(
 )
 """Folders inside this package: a target and a draft model that learned the built-in model's text; models/CARD.md."""
 
+_BLOCK_DRAFTERS: Mapping[str, Path] = MappingProxyType(
+    {"smollm2-135m": Path(__file__).parent / "models" / "smollm2-dflash"}
+)
+"""Block drafters inside this package, by the model that they were trained for."""
+
 NAMES = (*BUILT_IN, *SHIPPED)
 """Every name that stands for a model."""
 
@@ -84,6 +89,12 @@ def resolve_model(
     raise ModelUnavailable(
         name, "no such file or folder", f"give a GGUF file, a Hugging Face folder, or one of: {', '.join(NAMES)}"
     )
+
+
+def shipped_block_drafter(model: str) -> Path | None:
+    """The folder of the block drafter that comes with a model; None where none does."""
+    folder = _BLOCK_DRAFTERS.get(model)
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def cached_model(name: str, *, cache_dir: Path | None = None) -> Path | None:

@@ -63,7 +63,8 @@ class RaggedBatch:
 class PagedKVCache:
     """Keys and values of up to `max_sequences` sequences in `num_pages` pages of `page_size` tokens.
 
-    Sequences are named by small integers from `new_sequence` and `fork`; lengths are in tokens.
+    Sequences are named by small integers from `new_sequence` and `fork`; lengths are in tokens. A second network may
+    keep keys and values of its own for the same tokens in companion pages: whatever is done to a page is done to both.
     """
 
     def __init__(
@@ -75,27 +76,29 @@ class PagedKVCache:
         page_size: int = 16,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        companion: ModelConfig | None = None,
+        lookahead: int = 0,
     ) -> None:
+        """companion: the layers of the second network. lookahead: tokens that may stand past the model's longest."""
         for name, value in (("num_pages", num_pages), ("max_sequences", max_sequences), ("page_size", page_size)):
             if value < 1:
                 raise InvalidSetting(name, value, "must be at least 1")
         self.page_size = page_size
-        self.max_length = min(config.max_position, num_pages * page_size)
+        self.companion = companion
+        self.max_length = min(config.max_position + lookahead, num_pages * page_size)
         """Longest sequence that could ever fit."""
         self.spare_page = num_pages
         """A page that belongs to nobody: rows that only fill up a batch are written there."""
-        # Zeros, so that a backend that reads a whole page and masks never meets a NaN.
-        self.pages = torch.zeros(
-            config.num_layers,
-            num_pages + 1,
-            2,
-            page_size,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
+
+        def pages(of: ModelConfig) -> Tensor:
+            shape = (of.num_layers, num_pages + 1, 2, page_size, of.num_kv_heads, of.head_dim)
+            # Zeros, so that a backend that reads a whole page and masks never meets a NaN.
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.pages = pages(config)
         """[num_layers, num_pages + 1, 2, page_size, num_kv_heads, head_dim]; keys at [:, :, 0], values at [:, :, 1]."""
+        self.companion_pages = None if companion is None else pages(companion)
+        """The same of the companion's layers."""
         self._table = np.zeros((max_sequences, -(-self.max_length // page_size)), dtype=np.int32)
         self._lengths = np.full(max_sequences, -1, dtype=np.int64)  # -1: not in use
         self._references = np.zeros(num_pages, dtype=np.int32)
@@ -245,7 +248,8 @@ class PagedKVCache:
         self._table[sequences, columns] = copies
         np.subtract.at(self._references, originals, 1)  # never to 0: extend leaves one holder
         source, target = self._tensor(originals).long(), self._tensor(copies).long()
-        for layer in self.pages:  # a layer at a time: the temporary stays small
+        companion = () if self.companion_pages is None else self.companion_pages
+        for layer in (*self.pages, *companion):  # a layer at a time: the temporary stays small
             layer.index_copy_(0, target, layer.index_select(0, source))
 
     def _take(self, count: int) -> npt.NDArray[np.int32]:

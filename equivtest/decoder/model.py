@@ -10,31 +10,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from equivtest.decoder.config import ModelConfig
+from equivtest.decoder.follower import Follower
 from equivtest.decoder.graphs import MAX_GRAPH_ROWS, StepGraphs
 from equivtest.decoder.kv_cache import IntArray, PagedKVCache, RaggedBatch
-from equivtest.errors import InvalidSetting, UnsupportedModel
-from equivtest.kernels.contract import AttentionPlan, AttentionShape, KernelBackend, LayerOps, Residual
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    """One layer's weights; projections that share an input are one matrix.
-
-    Matrices are as `LayerOps.linear` made them.
-    """
-
-    query_key_value: Any  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], of a norm's output
-    query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
-    output: Any  # [hidden_size, num_heads * head_dim]
-    gate_up: Any  # [2 * intermediate_size, hidden_size], of a norm's output
-    down: Any  # [hidden_size, intermediate_size]
+from equivtest.decoder.layers import LayerStack, WeightTaker
+from equivtest.errors import InvalidSetting
+from equivtest.kernels.contract import AttentionPlan, AttentionShape, KernelBackend, Residual
 
 
 class Model:
@@ -54,10 +40,10 @@ class Model:
         device: torch.device | str = "cpu",
     ) -> None:
         self.config, self.backend, self.dtype, self.device = config, backend, dtype, torch.device(device)
-        taker = _Taker(config, weights, dtype, self.device)
+        taker = WeightTaker(config.architecture, weights, dtype, self.device)
         self._embedding = taker.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         ops = backend.layers
-        self._layers = [_layer(config, taker, ops, f"model.layers.{i}") for i in range(config.num_layers)]
+        self._layers = LayerStack(config, taker, backend, prefix="model.layers")
         self._norm = taker.take("model.norm.weight", (config.hidden_size,))
         if config.tied_embeddings:
             taker.ignore("lm_head.weight")
@@ -65,7 +51,6 @@ class Model:
         else:
             self._head = ops.linear(taker.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
         taker.finish()
-        self._rotary = _rotary_tables(config, dtype, self.device)
         self._graphs = self._new_graphs()
 
     def first_layers(self, num_layers: int) -> Model:
@@ -76,7 +61,6 @@ class Model:
         self._require_depth(num_layers)
         part = copy.copy(self)
         part.config = dataclasses.replace(self.config, num_layers=num_layers)
-        part._layers = self._layers[:num_layers]
         part._graphs = part._new_graphs()
         return part
 
@@ -91,17 +75,20 @@ class Model:
         kv: PagedKVCache,
         *,
         num_layers: int | None = None,
+        follower: Follower | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [num_rows, hidden_size] in the model's dtype.
 
         Writes the rows' keys and values into `kv.pages`. With `num_layers` only the first layers run (early exit) and
-        only their keys and values are written.
+        only their keys and values are written. follower: what reads along.
         """
         rows = batch.on(self.device)
         plan = self.backend.plan_attention(rows.attention, self.attention_shape(kv))
         if token_ids.shape != rows.slots.shape:
             raise InvalidSetting("token_ids", tuple(token_ids.shape), f"must have shape {list(rows.slots.shape)}")
-        hidden = self.layers_forward(token_ids, rows.slots, rows.positions, plan, kv, num_layers=num_layers)
+        hidden = self.layers_forward(
+            token_ids, rows.slots, rows.positions, plan, kv, num_layers=num_layers, follower=follower
+        )
         return self.backend.layers.rms_norm(hidden, self._norm, self.config.rms_norm_eps)
 
     @torch.inference_mode()
@@ -112,17 +99,18 @@ class Model:
         kv: PagedKVCache,
         *,
         only: IntArray | None = None,
+        follower: Follower | None = None,
     ) -> Tensor:
         """Logits [num_rows, vocab_size] of a forward: one step of decoding, of a shape that will come again.
 
-        only: the rows whose logits are wanted. On a CUDA device it is a graph, and the logits are in its memory: the
-        next step of the same shape overwrites them.
+        only: the rows whose logits are wanted. follower: what reads along. On a CUDA device it is a graph, and the
+        logits are in its memory: the next step of the same shape overwrites them.
         """
         rows = None if only is None else torch.from_numpy(only).to(self.device)
         if self._graphs is not None and len(token_ids) <= MAX_GRAPH_ROWS:
-            logits = self._graphs.logits(token_ids, batch, kv)
+            logits = self._graphs.logits(token_ids, batch, kv, follower=follower)
             return logits if rows is None else logits.index_select(0, rows)
-        hidden = self.forward(token_ids.to(self.device), batch, kv)
+        hidden = self.forward(token_ids.to(self.device), batch, kv, follower=follower)
         return self.logits(hidden if rows is None else hidden.index_select(0, rows))
 
     @torch.inference_mode()
@@ -165,6 +153,7 @@ class Model:
         kv: PagedKVCache,
         *,
         num_layers: int | None = None,
+        follower: Follower | None = None,
     ) -> Residual:
         """Hidden states before the final norm, [num_rows, hidden_size].
 
@@ -172,16 +161,20 @@ class Model:
         """
         depth = self.config.num_layers if num_layers is None else num_layers
         self._require_depth(depth)
-        ops, config, eps = self.backend.layers, self.config, self.config.rms_norm_eps
-        hidden = ops.residual(self._embedding.index_select(0, token_ids))
-        for layer, pages in zip(self._layers[:depth], kv.pages, strict=False):
-            heads = ops.normed_linear(hidden, eps, layer.query_key_value).view(len(token_ids), -1, config.head_dim)
-            query = ops.rotate_and_store(heads, self._rotary, positions, layer.query_key_norm, eps, pages, slots)
-            attended = self.backend.paged_attention(query, pages, plan)
-            hidden = ops.add_linear(hidden, attended.flatten(1), layer.output)
-            gated = ops.normed_gate(hidden, eps, layer.gate_up)
-            hidden = ops.add_linear(hidden, gated, layer.down)
+        rows, ops = self.embed(token_ids), self.backend.layers
+        features = None if follower is None else _Features(follower, rows)
+        hidden = ops.residual(rows)
+        for index, pages in enumerate(kv.pages[:depth]):
+            hidden = self._layers.run(index, hidden, slots, positions, plan, pages)
+            if features is not None:
+                features.take(index, ops.rows(hidden))
+        if features is not None:
+            features.hand_over(slots, positions, kv)
         return hidden
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embedding of tokens (int64 [num_rows], on the device): [num_rows, hidden_size]."""
+        return self._embedding.index_select(0, token_ids)
 
     def head(self, hidden: Residual) -> Tensor:
         """Logits [num_rows, vocab_size] of what `layers_forward` returns."""
@@ -193,73 +186,22 @@ class Model:
             raise InvalidSetting("num_layers", num_layers, f"must be in 1..{self.config.num_layers}")
 
 
-def _rotary_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [max_position, head_dim], computed in float32."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    if config.rope_divisors:
-        frequencies = frequencies / torch.tensor(config.rope_divisors, dtype=torch.float32)
-    angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+class _Features:
+    """The outputs of a follower's layers, collected on the way: [num_rows, len(layer_ids) * hidden_size]."""
 
+    def __init__(self, follower: Follower, like: Tensor) -> None:
+        """like: [num_rows, hidden_size] of the forward's rows."""
+        self._follower, self._size = follower, like.shape[1]
+        self._columns = {layer: column for column, layer in enumerate(follower.layer_ids)}
+        self._features = like.new_empty(len(like), len(self._columns) * self._size)
 
-class _Taker:
-    """Hands out weights by name, once, checked; says what is left over."""
+    def take(self, layer: int, rows: Tensor) -> None:
+        """Copied: the next layer may write to `rows`."""
+        if layer in self._columns:
+            self._features.narrow(1, self._columns[layer] * self._size, self._size).copy_(rows)
 
-    def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._model, self._weights, self._dtype, self._device = config.architecture, weights, dtype, device
-        self._left = set(weights)
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._weights:
-            raise UnsupportedModel(self._model, f"the weight {name} is missing")
-        weight = self._weights[name]
-        if tuple(weight.shape) != shape:
-            raise UnsupportedModel(self._model, f"{name} has shape {list(weight.shape)}, expected {list(shape)}")
-        self._left.discard(name)
-        return weight.to(self._device, self._dtype)
-
-    def ignore(self, name: str) -> None:
-        self._left.discard(name)
-
-    def finish(self) -> None:
-        if self._left:
-            names = ", ".join(sorted(self._left)[:5])
-            raise UnsupportedModel(self._model, f"weights that this decoder does not use: {names}")
-
-
-def _layer(config: ModelConfig, taker: _Taker, ops: LayerOps, prefix: str) -> _Layer:
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    query_key_norm = None
-    if config.qk_norm:
-        query = taker.take(f"{prefix}.self_attn.q_norm.weight", (dim,))
-        key = taker.take(f"{prefix}.self_attn.k_norm.weight", (dim,))
-        query_key_norm = torch.cat((query.expand(heads, dim), key.expand(kv_heads, dim)))
-    return _Layer(
-        query_key_value=ops.linear(
-            torch.cat(
-                (
-                    taker.take(f"{prefix}.self_attn.q_proj.weight", (heads * dim, hidden)),
-                    taker.take(f"{prefix}.self_attn.k_proj.weight", (kv_heads * dim, hidden)),
-                    taker.take(f"{prefix}.self_attn.v_proj.weight", (kv_heads * dim, hidden)),
-                )
-            ),
-            taker.take(f"{prefix}.input_layernorm.weight", (hidden,)),
-        ),
-        query_key_norm=query_key_norm,
-        output=ops.linear(taker.take(f"{prefix}.self_attn.o_proj.weight", (hidden, heads * dim))),
-        gate_up=ops.linear(
-            torch.cat(
-                (
-                    taker.take(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
-                    taker.take(f"{prefix}.mlp.up_proj.weight", (inner, hidden)),
-                )
-            ),
-            taker.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        ),
-        down=ops.linear(taker.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
-    )
+    def hand_over(self, slots: Tensor, positions: Tensor, kv: PagedKVCache) -> None:
+        if kv.companion_pages is None:
+            message = "a follower needs a cache that has pages for it"
+            raise RuntimeError(message)
+        self._follower.follow(self._features, slots, positions, kv.companion_pages)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from equivtest.decoder.follower import Follower
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
 from equivtest.decoder.request_table import RequestTable
@@ -25,9 +26,17 @@ _GRAPH_LENGTH = 1024
 class PromptPool:
     """Gives each request a KV sequence that holds its prompt but the last token, which the first step feeds."""
 
-    def __init__(self, model: Model, kv: PagedKVCache, table: RequestTable, rows: Int64Array) -> None:
-        """rows: the table rows that will be admitted, each once."""
-        self._model, self._kv, self._table = model, kv, table
+    def __init__(
+        self,
+        model: Model,
+        kv: PagedKVCache,
+        table: RequestTable,
+        rows: Int64Array,
+        *,
+        follower: Follower | None = None,
+    ) -> None:
+        """rows: the table rows that will be admitted, each once. follower: what reads along."""
+        self._model, self._kv, self._table, self._follower = model, kv, table, follower
         self._roots: dict[tuple[int, ...], int] = {}
         self._pending = Counter(table.requests[row].prompt_token_ids for row in rows)
 
@@ -42,7 +51,7 @@ class PromptPool:
             batch = self._kv.extend(
                 np.array([self._roots[prompt] for prompt, _ in pieces]), np.array([len(piece) for _, piece in pieces])
             )
-            self._model.forward(token_ids, batch, self._kv)
+            self._model.forward(token_ids, batch, self._kv, follower=self._follower)
         sequences = [self._kv.fork(self._roots[prompt]) for prompt in prompts]
         self._pending.subtract(prompts)
         for prompt in dict.fromkeys(prompts):
@@ -51,9 +60,20 @@ class PromptPool:
         return np.array(sequences, np.int64)
 
 
-def cache_for(model: Model, table: RequestTable, *, max_batch: int, reuse: PagedKVCache | None) -> PagedKVCache:
-    """A cache in which the table's requests, at most `max_batch` at a time, always fit; `reuse` when it is enough."""
-    last_fed = table.prompt_lengths + table.max_tokens - 1
+def cache_for(
+    model: Model,
+    table: RequestTable,
+    *,
+    max_batch: int,
+    reuse: PagedKVCache | None,
+    follower: Follower | None = None,
+) -> PagedKVCache:
+    """A cache in which the table's requests, at most `max_batch` at a time, always fit; `reuse` when it is enough.
+
+    follower: what may read along, now or at a later call.
+    """
+    companion, lookahead = (None, 0) if follower is None else (follower.config, follower.lookahead)
+    last_fed = table.prompt_lengths + table.max_tokens - 1 + lookahead
     private = -(-last_fed // PAGE_SIZE) - (table.prompt_lengths - 1) // PAGE_SIZE
     shared = _prompt_pages(table, max_batch)
     num_pages = max(1, int(np.sort(private)[::-1][:max_batch].sum()) + shared)
@@ -64,6 +84,7 @@ def cache_for(model: Model, table: RequestTable, *, max_batch: int, reuse: Paged
         and reuse.num_free_pages >= num_pages
         and reuse.num_free_sequences >= max_sequences
         and reuse.max_length >= longest
+        and reuse.companion == companion
     ):
         return reuse
     if model.device.type == "cuda":
@@ -77,6 +98,8 @@ def cache_for(model: Model, table: RequestTable, *, max_batch: int, reuse: Paged
         page_size=PAGE_SIZE,
         dtype=model.dtype,
         device=model.device,
+        companion=companion,
+        lookahead=lookahead,
     )
 
 

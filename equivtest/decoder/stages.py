@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from equivtest.decoder.follower import Follower
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.request_table import RequestTable
 from equivtest.kernels.contract import RowParams, SpecAccept, SpecScratch, Streams
@@ -51,6 +52,8 @@ class StepInput:
     """[B], on the device of the model."""
     kv: PagedKVCache
     scratch: SpecScratch
+    follower: Follower | None = None
+    """What reads the model's hidden states of this step."""
     unread: Tensor | None = None
     """int64 [B] on the device, the newest token of each row, where the host has not read it yet: the table does not
     hold it, and `lengths` counts it. Plain steps of a decoder without faults alone."""

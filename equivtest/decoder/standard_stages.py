@@ -60,7 +60,8 @@ class RaggedForward:
         batch_rows, slots = np.nonzero(np.arange(drafts.width + 1) <= drafts.num_draft[:, None])
         batch = step.kv.extend(step.sequences, drafts.num_draft.astype(np.int64) + 1)
         token_ids = fed_token_ids(step, drafts, batch_rows, slots)
-        return Scored(self.model.step_logits(token_ids, batch, step.kv), batch_rows, slots)
+        logits = self.model.step_logits(token_ids, batch, step.kv, follower=step.follower)
+        return Scored(logits, batch_rows, slots)
 
 
 def fed_token_ids(step: StepInput, drafts: Drafts, batch_rows: Int64Array, slots: Int64Array) -> Tensor:

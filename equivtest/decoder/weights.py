@@ -120,23 +120,31 @@ def _load_folder(path: Path) -> Checkpoint:
     if not config_file.is_file():
         raise ModelUnavailable(str(path), "the folder has no config.json", "give a Hugging Face folder or a GGUF file")
     config = config_from_hf(str(path), read_json(config_file))
-    shards = _shards(path)
+    tokenizer, tokenizer_files = tokenizer_from_folder(path)
+    return Checkpoint(
+        path=path,
+        config=config,
+        weights=load_weights(path),
+        tokenizer=tokenizer,
+        sha256=weights_sha256(path, *tokenizer_files),
+    )
+
+
+def weights_sha256(path: Path, *more: Path) -> str:
+    """Of the names and hashes of a folder's config.json and *.safetensors, and of `more` files."""
+    return _files_sha256([path / "config.json", *_shards(path), *more])
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's *.safetensors, as stored. Raises ModelUnavailable or UnsupportedModel."""
     weights: dict[str, Tensor] = {}
-    for shard in shards:
+    for shard in _shards(path):
         try:
             weights |= load_file(shard)
         except (SafetensorError, OSError) as error:
             raise UnsupportedModel(str(shard), f"not a readable safetensors file: {error}; fetch it again") from error
     # Old exports carry the rotary frequencies, which follow from the config.
-    weights = {name: weight for name, weight in weights.items() if not name.endswith("rotary_emb.inv_freq")}
-    tokenizer, tokenizer_files = tokenizer_from_folder(path)
-    return Checkpoint(
-        path=path,
-        config=config,
-        weights=weights,
-        tokenizer=tokenizer,
-        sha256=_files_sha256([config_file, *shards, *tokenizer_files]),
-    )
+    return {name: weight for name, weight in weights.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _shards(path: Path) -> list[Path]:

@@ -37,7 +37,8 @@ class EngineOptions:
     early_exit_layers: int | None = None
     """Layers of the drafters early_exit and sampled_exit; None: all but one in fifteen of the model's."""
     draft_model: str | None = None
-    """The small model of the `model` drafter, named as `model` is."""
+    """The small model of the `model` drafter, or the network of the `dflash` drafter: named as `model` is. None with
+    `dflash`: the one that comes with the model."""
     acceptance: str = "chain"
     """Acceptance rule: chain or match."""
     max_batch: int = 256
@@ -54,7 +55,7 @@ class EngineOptions:
             raise InvalidSetting("draft_len", self.draft_len, "must be at least 1")
         for option, value, drafters in (
             ("early_exit_layers", self.early_exit_layers, ("early_exit", "sampled_exit")),
-            ("draft_model", self.draft_model, ("model",)),
+            ("draft_model", self.draft_model, ("model", "dflash")),
         ):
             if value is not None and self.drafter not in drafters:
                 words = " or ".join(drafters)

@@ -10,10 +10,11 @@ import torch
 
 import equivtest
 from equivtest.decoder.acceptance import acceptance_rule
+from equivtest.decoder.drafters.dflash import DFlashCheckpoint
 from equivtest.decoder.drafters.draft_model import ModelDrafter
 from equivtest.decoder.drafters.registry import DrafterContext, check_drafter, make_drafter
 from equivtest.decoder.executor import Executor
-from equivtest.decoder.hub import resolve_model
+from equivtest.decoder.hub import resolve_model, shipped_block_drafter
 from equivtest.decoder.model import Model
 from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.weights import Checkpoint, default_dtype, load_checkpoint
@@ -62,17 +63,23 @@ class DecoderEngine:
         require_served(backend, options.device)
         # What is wrong with the request is said before the model is fetched.
         acceptance_rule(options.acceptance, backend)
-        check_drafter(options.drafter, has_draft_model=options.draft_model is not None)
+        draft_model = _draft_model(options)
+        check_drafter(options.drafter, has_draft_model=draft_model is not None)
         dtype = _default_dtype(options.device) if options.dtype == "auto" else _DTYPES[options.dtype]
         require_attention(backend, dtype)
         checkpoint = load() if load else load_checkpoint(resolve_model(options.model, on_progress=on_message))
         model = Model(checkpoint.config, checkpoint.weights, backend, dtype=dtype, device=options.device)
 
         def load_draft_model() -> tuple[Model, str]:
-            name = str(options.draft_model)
+            name = str(draft_model)
             small = load_checkpoint(resolve_model(name, on_progress=on_message))
             require_same_vocabulary(name, small, checkpoint)
             return Model(small.config, small.weights, backend, dtype=dtype, device=options.device), name
+
+        def load_block_drafter() -> DFlashCheckpoint:
+            name = str(draft_model)
+            label = Path(name).name if Path(name).exists() else name
+            return DFlashCheckpoint.load(resolve_model(name, on_progress=on_message), label)
 
         drafter = make_drafter(
             options.drafter,
@@ -80,7 +87,8 @@ class DecoderEngine:
                 target=model,
                 backend=backend,
                 early_exit_layers=options.early_exit_layers,
-                draft_model=None if options.draft_model is None else load_draft_model,
+                draft_model=None if draft_model is None else load_draft_model,
+                block_drafter=None if draft_model is None else load_block_drafter,
             ),
         )
         executor = Executor(
@@ -152,6 +160,14 @@ class DecoderEngine:
 
     def describe(self) -> Mapping[str, Any]:
         return dict(self._description)
+
+
+def _draft_model(options: EngineOptions) -> str | None:
+    """What the drafter is read from."""
+    if options.draft_model is None and options.drafter == "dflash":
+        shipped = shipped_block_drafter(options.model)
+        return None if shipped is None else str(shipped)
+    return options.draft_model
 
 
 def require_device(device: str) -> None:

@@ -335,6 +335,11 @@ class LayerOps(Protocol):
         """Begin the residual stream with these rows, which it may keep and write to."""
         ...
 
+    def rows(self, hidden: Residual) -> Tensor:
+        """The residual stream as it is now, [num_rows, hidden_size] in the model's dtype: valid until `hidden` is
+        handed to `add_linear`."""
+        ...
+
     def rms_norm(self, hidden: Residual, norm: Tensor, eps: float) -> Tensor:
         """hidden / rms(hidden) over the last dimension, times norm: [num_rows, hidden_size] in the dtype of norm."""
         ...
@@ -354,7 +359,7 @@ class LayerOps(Protocol):
 
     def rotate_and_store(
         self,
-        heads: Tensor,  # [num_rows, num_heads + 2 * num_kv_heads, head_dim], queries, keys, values
+        heads: Tensor,  # [num_rows, num_heads + 2 * num_kv_heads, head_dim], queries (or none), keys, values
         rotary: tuple[Tensor, Tensor],  # cosines and sines, [max_position, head_dim] each
         positions: Tensor,  # int64 [num_rows]
         query_key_norm: Tensor | None,  # [num_heads + num_kv_heads, head_dim], RMSNorm weights before the rotation

@@ -67,6 +67,9 @@ class CudaLayers:
         rows = rows.contiguous()
         return WideResidual(rows.float(), rows, rows.dtype)
 
+    def rows(self, hidden: WideResidual) -> Tensor:
+        return hidden.narrow
+
     def rms_norm(self, hidden: WideResidual, norm: Tensor, eps: float) -> Tensor:
         size = hidden.wide.shape[-1]
         _require("rms_norm", norm, norm.shape == (size,), f"norm must have shape [{size}]", tuple(norm.shape))

@@ -30,6 +30,9 @@ class TorchLayers:
     def residual(self, rows: Tensor) -> Tensor:
         return rows
 
+    def rows(self, hidden: Tensor) -> Tensor:
+        return hidden
+
     def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
         wide = hidden.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()

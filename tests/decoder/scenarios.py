@@ -18,9 +18,10 @@ from equivtest.kernels.contract import KernelBackend, RowParams
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, Request, SamplingParams
 from equivtest.rng import stream_key
+from tests.decoder.dflash_drafters import dflash_checkpoint
 from tests.decoder.tiny_models import tiny_model
 
-DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model")
+DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model", "dflash")
 CONFIGS = {
     "topp95": SamplingParams(temperature=0.8, top_p=0.95),
     "topk50": SamplingParams(temperature=1.0, top_k=50),
@@ -52,6 +53,7 @@ def build(
         backend=backend,
         early_exit_layers=2,
         draft_model=lambda: (draft, "tiny"),
+        block_drafter=lambda: dflash_checkpoint(target.config),
     )
     return Executor(
         target,
@@ -195,6 +197,7 @@ class StubDrafter:
     """Proposes what `choose(step)` says; for tests of everything that a drafter must not be able to break."""
 
     name = "stub"
+    follower = None
 
     def __init__(self, choose: Callable[[StepInput], Drafts]) -> None:
         self.choose = choose

@@ -23,6 +23,7 @@ from equivtest.kernels.contract import KernelBackend
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, Origin, Request, SamplingParams
 from equivtest.resources import resource_dir
+from tests.decoder.dflash_drafters import dflash_checkpoint
 from tests.decoder.scenarios import CONFIGS, random_prompts, requests_for, texts
 from tests.decoder.tiny_models import tiny_checkpoint
 from tests.golden.test_logits import TEXT, TOLERANCE, hf_logits, relative_error
@@ -153,7 +154,8 @@ def predicted(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def executor(model: Model, drafter: str, acceptance: str = "chain", max_batch: int = 8) -> Executor:
-    made = make_drafter(drafter, DrafterContext(target=model, backend=model.backend))
+    context = DrafterContext(target=model, backend=model.backend, block_drafter=lambda: dflash_checkpoint(model.config))
+    made = make_drafter(drafter, context)
     plain = None if model.backend.capabilities.min_p else get_backend("cuda")
     return Executor(
         model, model.backend, made, acceptance=acceptance, max_batch=max_batch, max_draft=3, plain_backend=plain
@@ -265,7 +267,7 @@ class CountWaits:
         self.stages = dataclasses.replace(stages, propose=propose, commit=commit)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "early_exit", None])
+@pytest.mark.parametrize("drafter", ["ngram", "early_exit", "dflash", None])
 def test_a_step_waits_for_the_device_once(
     drafter: str | None, smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]
 ) -> None:

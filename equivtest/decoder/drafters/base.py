@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from equivtest.decoder.follower import Follower
 from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.stages import Drafts, Int64Array, StepInput
 
@@ -19,6 +20,11 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def follower(self) -> Follower | None:
+        """What reads the target's hidden states for it, from the prompt on; None: nothing does."""
+        ...
 
     def describe(self) -> Mapping[str, object]:
         """The parameters that fix what is drafted, for the record of a run."""
@@ -47,6 +53,8 @@ class Drafter(Protocol):
 
 class StatelessDrafter:
     """Base of drafters that keep nothing between steps."""
+
+    follower: Follower | None = None
 
     def start(self, table: RequestTable, *, max_batch: int, max_draft: int) -> None:
         pass

@@ -41,6 +41,8 @@ class ModelDrafter:
     together with the next round's first token.
     """
 
+    follower = None
+
     def __init__(
         self, model: Model, backend: KernelBackend, *, target: Model, label: str = "", name: str = "model"
     ) -> None:

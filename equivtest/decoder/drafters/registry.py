@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from equivtest.decoder.drafters.base import Drafter
+from equivtest.decoder.drafters.dflash import DFlashCheckpoint, DFlashDrafter
 from equivtest.decoder.drafters.draft_model import ModelDrafter
 from equivtest.decoder.drafters.early_exit import EarlyExitDrafter, default_layers
 from equivtest.decoder.drafters.ngram import NgramDrafter
@@ -24,6 +25,8 @@ class DrafterContext:
     """Layers of `early_exit` and `sampled_exit`; None: `default_layers` of them."""
     draft_model: Callable[[], tuple[Model, str]] | None = None
     """Loads the small model of `model`, with the name the run records."""
+    block_drafter: Callable[[], DFlashCheckpoint] | None = None
+    """Reads the network of `dflash`."""
 
 
 def _model(context: DrafterContext) -> Drafter:
@@ -40,13 +43,24 @@ def _sampled_exit(context: DrafterContext) -> Drafter:
     return ModelDrafter(part, context.backend, target=target, label=label, name="sampled_exit")
 
 
+def _dflash(context: DrafterContext) -> Drafter:
+    assert context.block_drafter is not None  # checked by make_drafter
+    return DFlashDrafter(context.block_drafter(), context.target)
+
+
 _FACTORIES: Mapping[str, Callable[[DrafterContext], Drafter]] = {
     "ngram": lambda _: NgramDrafter(),
     "early_exit": lambda context: EarlyExitDrafter(context.target, num_layers=context.early_exit_layers),
     "self": lambda context: EarlyExitDrafter(context.target, num_layers=context.target.config.num_layers, name="self"),
     "model": _model,
     "sampled_exit": _sampled_exit,
+    "dflash": _dflash,
 }
+_NEEDS: Mapping[str, str] = {
+    "model": "drafter 'model' needs a draft model",
+    "dflash": "drafter 'dflash' needs the folder of a block drafter that was trained for the model",
+}
+"""Drafters that are read from somewhere."""
 
 
 def known_drafters() -> tuple[str, ...]:
@@ -58,11 +72,12 @@ def check_drafter(name: str, *, has_draft_model: bool) -> None:
     """What can be said before a model is loaded: raises UnknownName, or InvalidSetting for a missing draft model."""
     if name not in _FACTORIES:
         raise UnknownName("drafter", name, _FACTORIES)
-    if name == "model" and not has_draft_model:
-        raise InvalidSetting("draft_model", None, "drafter 'model' needs a draft model")
+    if name in _NEEDS and not has_draft_model:
+        raise InvalidSetting("draft_model", None, _NEEDS[name])
 
 
 def make_drafter(name: str, context: DrafterContext) -> Drafter:
     """The drafter of that name. Raises UnknownName, or InvalidSetting for what it lacks or cannot be."""
-    check_drafter(name, has_draft_model=context.draft_model is not None)
+    source = context.block_drafter if name == "dflash" else context.draft_model
+    check_drafter(name, has_draft_model=source is not None)
     return _FACTORIES[name](context)

@@ -1,0 +1,204 @@
+"""The block drafter: one pass over masks proposes a block, from hidden states of the target's layers.
+
+See dflash_network.py for the network. Here its arithmetic runs on a kernel backend, as the target's does. Keys and
+values of the context lie beside the target's in the same cache and are written in the same forward, for every token
+that the target is fed: prompts share them, and what a rejection cuts off is cut off for both. Between steps the drafter
+keeps nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equivtest.decoder.drafters.base import StatelessDrafter
+from equivtest.decoder.drafters.dflash_network import DFlashConfig
+from equivtest.decoder.graphs import MAX_GRAPH_ROWS, GraphCache, GraphInputs, GraphShape
+from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
+from equivtest.decoder.layers import LayerStack, WeightTaker
+from equivtest.decoder.model import Model
+from equivtest.decoder.request_table import RequestTable
+from equivtest.decoder.stages import Drafts, Int64Array, StepInput
+from equivtest.decoder.weights import load_weights, weights_sha256
+from equivtest.errors import UnsupportedModel
+from equivtest.kernels.contract import AttentionPlan, AttentionShape
+
+
+class DFlashCheckpoint(NamedTuple):
+    """A drafter at rest."""
+
+    config: DFlashConfig
+    weights: Mapping[str, Tensor]
+    """Names of a DFlashNetwork's state to tensors of any dtype."""
+    label: str
+    """How the record of a run names it."""
+    sha256: str
+    """Of the names and hashes of its files."""
+
+    @classmethod
+    def load(cls, folder: Path, label: str = "") -> DFlashCheckpoint:
+        """Read a folder; label: default its name. Raises ModelUnavailable or UnsupportedModel."""
+        config = DFlashConfig.from_json(folder)
+        return cls(config, load_weights(folder), label or folder.name, weights_sha256(folder))
+
+
+class DFlashDrafter(StatelessDrafter):
+    """Fills a block behind each row's newest token and offers its first drafts, each the likeliest token of its place.
+
+    The whole block is run however few drafts are asked for: the network knows no other.
+    """
+
+    name = "dflash"
+
+    def __init__(self, checkpoint: DFlashCheckpoint, target: Model) -> None:
+        """Raises UnsupportedModel for a drafter of another target, and for a missing, misshapen or left-over weight."""
+        self.network = BlockNetwork(checkpoint, target)
+        self.follower = self.network
+        self._checkpoint = checkpoint
+        self._width = self.network.block.num_drafts
+
+    def start(self, table: RequestTable, *, max_batch: int, max_draft: int) -> None:
+        self._width = min(max_draft, self.network.block.num_drafts)
+
+    def describe(self) -> Mapping[str, object]:
+        config = self.network.block
+        return {
+            "draft_model": self._checkpoint.label,
+            "draft_model_sha256": self._checkpoint.sha256,
+            "num_layers": config.num_layers,
+            "block_size": config.block_size,
+            "target_layer_ids": list(config.target_layer_ids),
+            "anchor_first": config.anchor_first,
+        }
+
+    def propose(self, step: StepInput) -> Drafts:
+        num_draft = np.minimum(step.limits, self._width)
+        rows = np.flatnonzero(num_draft)
+        sequences = step.sequences[rows]
+        batch = step.kv.extend(sequences, np.full(len(rows), self.network.block.block_size))
+        # As wide at every step, so that one graph serves them all; the propose stage cuts what no row may be offered.
+        proposed = self.network.propose(step.last_token_ids[rows], batch, step.kv, self._width)
+        step.kv.truncate(sequences, step.lengths[rows] - 1)
+        if len(rows) < step.batch:
+            places = torch.from_numpy(rows).to(proposed.device, non_blocking=True)
+            proposed = proposed.new_zeros(step.batch, self._width).index_copy_(0, places, proposed)
+        return Drafts(proposed, num_draft.astype(np.int32), None)
+
+
+class BlockNetwork:
+    """A DFlashNetwork on a kernel backend, over the companion pages of the target's cache. A `Follower`.
+
+    In float32 it computes what `DFlashNetwork` does up to rounding.
+    """
+
+    def __init__(self, checkpoint: DFlashCheckpoint, target: Model) -> None:
+        block = checkpoint.config
+        _require_target(block, target, checkpoint.label)
+        self.block, self._target = block, target
+        self.backend, self.device = target.backend, target.device
+        # A block may stand past the longest text by its own length.
+        longest = target.config.max_position + block.block_size
+        self.config = dataclasses.replace(block.as_model(), max_position=longest)
+        taker = WeightTaker(checkpoint.label, checkpoint.weights, target.dtype, target.device)
+        ops, size, dim = self.backend.layers, block.hidden_size, block.head_dim
+        kv_heads = block.num_kv_heads
+        self._combine = ops.linear(taker.take("fc.weight", (size, block.feature_size)))
+        context_norm = taker.take("hidden_norm.weight", (size,))
+        self._norm = taker.take("norm.weight", (size,))
+        self._layers = LayerStack(self.config, taker, self.backend, prefix="layers")
+        # Context makes no queries: each layer's keys and values are a matrix of their own.
+        self._context_layers = []
+        for prefix in (f"layers.{index}.self_attn" for index in range(block.num_layers)):
+            key, value = (taker.take(f"{prefix}.{name}_proj.weight", (kv_heads * dim, size)) for name in "kv")
+            key_norm = taker.take(f"{prefix}.k_norm.weight", (dim,)).repeat(kv_heads, 1)
+            self._context_layers.append((ops.linear(torch.cat((key, value)), context_norm), key_norm))
+        taker.finish()
+        graphs = self.device.type == "cuda" and self.backend.capabilities.graphs
+        self._graphs = GraphCache(self) if graphs else None
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        return self.block.target_layer_ids
+
+    @property
+    def lookahead(self) -> int:
+        return self.block.block_size
+
+    def attention_shape(self, kv: PagedKVCache) -> AttentionShape:
+        config = self.config
+        return AttentionShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, kv.page_size, kv.pages.shape[1], self._target.dtype
+        )
+
+    def follow(self, features: Tensor, slots: Tensor, positions: Tensor, pages: Tensor) -> None:
+        """Write the rows' keys and values as context."""
+        ops, eps = self.backend.layers, self.config.rms_norm_eps
+        context = ops.residual(ops.head(features, self._combine).to(features.dtype))
+        for (weight, key_norm), layer_pages in zip(self._context_layers, pages, strict=True):
+            heads = ops.normed_linear(context, eps, weight).view(len(slots), -1, self.config.head_dim)
+            ops.rotate_and_store(heads, self._layers.rotary, positions, key_norm, eps, layer_pages, slots)
+
+    @torch.inference_mode()
+    def propose(self, anchors: Int64Array, batch: RaggedBatch, kv: PagedKVCache, width: int) -> Tensor:
+        """The first `width` drafts of each block: int64 [B, width], on the device.
+
+        anchors: int64 [B]. batch: the blocks' rows, block_size behind each context.
+        """
+        num_blocks, size = len(anchors), self.block.block_size
+        token_ids = np.full((num_blocks, size), self.block.mask_token_id)
+        token_ids[:, 0] = anchors
+        fed, rows = torch.from_numpy(token_ids.reshape(-1)), each_row_by_itself(batch)
+        if self._graphs is None or len(fed) > MAX_GRAPH_ROWS:
+            on_device = rows.on(self.device)
+            plan = self.backend.plan_attention(on_device.attention, self.attention_shape(kv))
+            return self._drafts(fed.to(self.device), on_device.slots, on_device.positions, plan, kv, width)
+
+        def captured(inputs: GraphInputs, plans: Sequence[AttentionPlan]) -> Tensor:
+            return self._drafts(inputs.token_ids, inputs.slots[0], inputs.positions[0], plans[0], kv, width)
+
+        shape = GraphShape.of([rows], len(fed), group=size)
+        # A copy: the drafts are still needed when the next graph runs.
+        return self._graphs.replay((width,), shape, fed, [rows], kv, captured)[:num_blocks].clone()
+
+    def _drafts(
+        self, token_ids: Tensor, slots: Tensor, positions: Tensor, plan: AttentionPlan, kv: PagedKVCache, width: int
+    ) -> Tensor:
+        """Device work alone, on whole blocks."""
+        assert kv.companion_pages is not None  # the executor makes room for whatever follows
+        ops = self.backend.layers
+        hidden = ops.residual(self._target.embed(token_ids))
+        for index, pages in enumerate(kv.companion_pages):
+            hidden = self._layers.run(index, hidden, slots, positions, plan, pages)
+        blocks = ops.rows(hidden).view(-1, self.block.block_size, self.block.hidden_size)
+        predicting = blocks.narrow(1, self.block.first_draft_row, width).flatten(0, 1)
+        normed = ops.rms_norm(ops.residual(predicting), self._norm, self.config.rms_norm_eps)
+        return self._target.logits(normed).argmax(dim=-1).view(-1, width)
+
+
+def each_row_by_itself(batch: RaggedBatch) -> RaggedBatch:
+    """The same rows, each as a sequence of its own that is as long as the whole: attention is causal in a sequence, and
+    so every row sees all rows of its block."""
+    counts = np.diff(batch.query_start)
+    return dataclasses.replace(
+        batch,
+        page_table=np.repeat(batch.page_table, counts, axis=0),
+        kv_lens=np.repeat(batch.kv_lens, counts),
+        query_start=np.arange(len(batch.slots) + 1, dtype=np.int32),
+    )
+
+
+def _require_target(block: DFlashConfig, target: Model, label: str) -> None:
+    config = target.config
+    for name, own, needed in (
+        ("hidden_size", block.hidden_size, config.hidden_size),
+        ("vocab_size", block.vocab_size, config.vocab_size),
+        ("num_target_layers", block.num_target_layers, config.num_layers),
+    ):
+        if own != needed:
+            raise UnsupportedModel(label, f"{name} = {own}: it was trained for another target, whose is not {needed}")
