@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from equivtest.cli.stages import Stages
 
 _ENGINE_FIELDS = ("model", "dtype", "device", "kernels", "threads", "max_batch")
+_EVALUATION_FIELDS = ("max_tokens", "answers")
 _TRAIN_EPILOG = """\b
 Examples:
   equivtest drafter train --model tiny --out my-drafter --texts 512 --steps 500
@@ -55,6 +56,8 @@ def _target_options(function: Any) -> Any:
                          help="Tokens of each answer in the evaluation."),
             click.option("--answers", type=int, default=16, show_default=True,
                          help="Answers to each built-in prompt and sampled configuration in the evaluation."),
+            click.option("--held-out", "num_held_out", type=int, default=128, show_default=True,
+                         help="Sampled questions that are held out from training, for the evaluation."),
         )
     ):  # fmt: skip
         function = option(function)
@@ -96,12 +99,13 @@ def train(out: Path, resume: bool, target_layers: str | None, no_evaluation: boo
 
     if values["steps"] is None and values["minutes"] is None:
         values["steps"] = 2000
-    evaluation = training.EvaluationOptions(**pick(values, ("max_tokens", "answers")))
+    num_held_out = values.pop("num_held_out")
+    evaluation = training.EvaluationOptions(**pick(values, _EVALUATION_FIELDS), num_held_out=num_held_out)
     text = pick(values, ("num_texts", "text_length", "prompts", "prompts_share"))
     network = pick(values, ("num_layers", "block_size", "mask_token_id"))
     options = training.TrainOptions(
         engine=training.EngineOptions(**pick(values, _ENGINE_FIELDS)),
-        text=training.TextOptions(**text, minutes=values.pop("text_minutes"), seed=seed),
+        text=training.TextOptions(**text, minutes=values.pop("text_minutes"), num_held_out=num_held_out, seed=seed),
         network=training.NetworkOptions(**network, target_layer_ids=_layer_ids(target_layers)),
         loop=training.LoopOptions(**values, seed=seed),
         evaluation=None if no_evaluation else evaluation,
@@ -117,14 +121,15 @@ def train(out: Path, resume: bool, target_layers: str | None, no_evaluation: boo
 @_target_options
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the answers.")
-def evaluate(folder: Path, as_json: bool, max_tokens: int, answers: int, seed: int, **values: Any) -> int:
+def evaluate(folder: Path, as_json: bool, num_held_out: int, seed: int, **values: Any) -> int:
     """Measure how many drafts of the drafter in FOLDER are accepted, greedy, at T .8 top_p .95 and at T 1 top_k 50.
 
     On the built-in prompts and, where the folder names them, on questions held out from training.
     """
     from equivtest.training import train as training
 
-    options = training.EvaluationOptions(max_tokens=max_tokens, answers=answers, seed=seed)
+    judged = pick(values, _EVALUATION_FIELDS)
+    options = training.EvaluationOptions(**judged, num_held_out=num_held_out, seed=seed)
     engine = training.EngineOptions(**values)
     with _stages() as watcher:
         rows = training.evaluate_folder(folder, engine, options, provenance=_provenance(), watcher=watcher)

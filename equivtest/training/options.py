@@ -18,7 +18,7 @@ class TextOptions:
     """Tokens of every text, the chat template's included."""
     question_length: int = 128
     """Most tokens of a sampled question; longer ones are dropped."""
-    num_held_out: int = 256
+    num_held_out: int = 128
     """Sampled questions that are kept for evaluation and never trained on."""
     shard_texts: int = 1024
     """Texts in one file, which are decoded together."""

@@ -229,7 +229,7 @@ class _Writer:
         texts = self._sample(index, count)
         # Token ids of any vocabulary fit 32 bits.
         columns = {name: getattr(texts, name).int().contiguous() for name in _COLUMNS}
-        write_whole(path, save(columns, metadata={"format": "pt", "seed": str(self._options.seed)}))
+        write_whole(path, save(columns, metadata={"format": "pt"}))
         return texts
 
     def _sample(self, index: int, count: int) -> Texts:

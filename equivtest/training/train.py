@@ -95,7 +95,7 @@ def _fit(options: TrainOptions, folder: Path, checkpoint: Checkpoint, watcher: W
     target = Target.of(engine.model, checkpoint, config.target_layer_ids)
     del engine
     free_memory()
-    network = new_network(config, options.loop.seed).to(target.device)
+    network = new_network(config, checkpoint, options.loop.seed).to(target.device)
     loop = Loop(network, target, Lessons(texts, target, config.num_drafts, watcher), options.loop)
     material = {"texts": describe_texts(texts), "model_sha256": checkpoint.sha256, "network": asdict(config)}
     if saved.is_file():
@@ -197,11 +197,14 @@ def publish(network: DFlashNetwork, folder: Path) -> None:
     fresh.rmdir()
 
 
-def new_network(config: DFlashConfig, seed: int) -> DFlashNetwork:
-    """A fresh network on the CPU; torch's own generator is left as it was."""
+def new_network(config: DFlashConfig, checkpoint: Checkpoint, seed: int) -> DFlashNetwork:
+    """A fresh network on the CPU whose last norm is the target's, which the shared head expects. torch's own generator
+    is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return DFlashNetwork(config)
+        network = DFlashNetwork(config)
+    network.norm.load_state_dict({"weight": checkpoint.weights["model.norm.weight"]})
+    return network
 
 
 def unused_token(checkpoint: Checkpoint, frame: ChatFrame) -> int:
