@@ -26,11 +26,12 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
         {"kernels", "decoder", "engines", "protocol", "stats", "verdict"},
         {"torch", "transformers", "scipy"},
     ),
+    "training": ({"kernels", "decoder", "engines", "protocol"}, {"torch", "matplotlib"}),
     "pipeline": (
         {"protocol", "kernels", "decoder", "engines", "faults", "samples", "stats", "verdict", "report"},
         {"torch", "pandas", "pyarrow"},
     ),
-    "cli": ({"pipeline", "protocol", "report", "bench"}, set()),
+    "cli": ({"pipeline", "protocol", "report", "bench", "training"}, set()),
 }
 
 

@@ -41,7 +41,10 @@ class Tokenizer:
         """eos_token_ids: the tokens with which the model ends its text."""
         self.eos_token_ids = eos_token_ids
         self._model, self._backend, self._chat_template = model, backend, chat_template
-        self._added = {id_: token.content for id_, token in backend.get_added_tokens_decoder().items()}
+        added = sorted(backend.get_added_tokens_decoder().items())
+        self._added = {id_: token.content for id_, token in added}
+        self.special_token_ids = tuple(id_ for id_, token in added if token.special)
+        """Tokens that stand for no text, rising."""
         self._byte_level = "ByteLevel" in str(backend.decoder)
 
     @property

@@ -126,6 +126,11 @@ class DecoderEngine:
         }
         return cls(executor, checkpoint, description)
 
+    @property
+    def model(self) -> Model:
+        """What decodes."""
+        return self._executor.model
+
     def encode_prompt(self, messages: Messages) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode_chat(messages))
 

@@ -1,0 +1,196 @@
+"""Evaluation: what it says of a drafter is what a decoder would find, and it tells a good one from a bad one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from equivtest.decoder.drafters.dflash_network import DFlashConfig, DFlashNetwork
+from equivtest.decoder.weights import Checkpoint
+from equivtest.engines.decoder import DecoderEngine
+from equivtest.errors import InvalidSetting
+from equivtest.records import Generation
+from equivtest.training.evaluate import (
+    Acceptance,
+    Asked,
+    EvaluationOptions,
+    acceptance_table,
+    decoded_acceptance,
+    evaluate,
+    evaluation_requests,
+    walk,
+)
+from equivtest.training.lessons import Blocks, Lessons
+from equivtest.training.loop import Loop
+from equivtest.training.options import LoopOptions
+from equivtest.training.target import Target
+from equivtest.training.text import Texts, read_held_out
+from equivtest.training.train import new_network
+from equivtest.training.watch import Silent
+from tests.training.conftest import ENGINE
+
+TRAINING = LoopOptions(steps=200, batch_texts=8, num_anchors=12, rate=4e-3, report_steps=100)
+JUDGED = EvaluationOptions(max_tokens=32, answers=2, num_held_out=24)
+
+
+class ShiftedLessons(Lessons):
+    """The planted fault: every slot learns the token after its own."""
+
+    def _blocks(self, token_ids, anchors, features, labels, which) -> Blocks:
+        right = super()._blocks(token_ids, anchors, features, labels, which)
+        wrong = super()._blocks(token_ids, (anchors + 1).clamp_max(anchors.max()), features, labels, which)
+        return right._replace(next_ids=wrong.next_ids, laws=wrong.laws)
+
+
+@pytest.fixture(scope="module")
+def asked(engine: DecoderEngine, folder: Path) -> list[Asked]:
+    return evaluation_requests(engine, read_held_out(folder), JUDGED)
+
+
+@pytest.fixture(scope="module")
+def answers(engine: DecoderEngine, asked: Sequence[Asked]) -> list[list[Generation]]:
+    return [engine.generate(one.requests, speculative=False) for one in asked]
+
+
+def trained(lessons: Lessons, target: Target, checkpoint: Checkpoint, config: DFlashConfig) -> DFlashNetwork:
+    loop = Loop(new_network(config, checkpoint, 0), target, lessons, TRAINING)
+    loop.run(lambda: None, Silent())
+    return loop.network
+
+
+@pytest.fixture(scope="module")
+def network(lessons: Lessons, target: Target, checkpoint: Checkpoint, config: DFlashConfig) -> DFlashNetwork:
+    return trained(lessons, target, checkpoint, config)
+
+
+@pytest.fixture(scope="module")
+def learned(network: DFlashNetwork, target: Target, asked: list, answers: list) -> list[Acceptance]:
+    return evaluate(network, target, asked, answers, Silent())
+
+
+def is_better(one: Sequence[Acceptance], other: Sequence[Acceptance]) -> bool:
+    """On held-out questions, over all configurations, by more than four standard errors: of two equal drafters, one in
+    30,000 pairs."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a.prompts == b.prompts == "held_out"]
+    gain = sum(a.accepted - b.accepted for a, b in pairs)
+    # An upper bound: answers to the same question are no independent texts.
+    return gain > 4 * sum((a.standard_error**2 + b.standard_error**2) ** 0.5 for a, b in pairs)
+
+
+def test_a_drafter_that_learned_is_better_than_one_that_did_not_on_text_it_never_saw(
+    learned: list[Acceptance], target: Target, checkpoint: Checkpoint, config: DFlashConfig, asked: list, answers: list
+) -> None:
+    untrained = evaluate(new_network(config, checkpoint, 0), target, asked, answers, Silent())
+    assert is_better(learned, untrained)
+    assert not is_better(untrained, learned)
+
+
+def test_a_drafter_whose_labels_were_shifted_by_one_slot_is_found(
+    learned: list[Acceptance], texts: Texts, target: Target, checkpoint: Checkpoint, config: DFlashConfig,
+    asked: list, answers: list,
+) -> None:  # fmt: skip
+    """Its loss falls as well, and the log of its training looks as good; only the evaluation knows the right slots."""
+    lessons = ShiftedLessons(texts, target, config.num_drafts, Silent())
+    shifted = evaluate(trained(lessons, target, checkpoint, config), target, asked, answers, Silent())
+    assert is_better(learned, shifted)
+
+
+@pytest.mark.parametrize("acceptance", ["match", "chain"])
+def test_the_decoder_with_the_drafter_accepts_as_often_as_the_evaluation_says(
+    acceptance: str, network: DFlashNetwork, target: Target, checkpoint: Checkpoint, asked: list, tmp_path: Path
+) -> None:
+    """Under `match` a decoder puts out the text of plain decoding, and its full rounds are those of the walk, one by
+    one. Under `chain` the texts are others of the same law: the means agree within five standard errors, but in one
+    run of a million."""
+    network.save(tmp_path, torch.float32)
+    num_drafts = network.config.num_drafts
+    options = dataclasses.replace(
+        ENGINE, drafter="dflash", draft_model=str(tmp_path), draft_len=num_drafts, acceptance=acceptance
+    )
+    engine = DecoderEngine.open(options, load=lambda: checkpoint)
+    for one in asked[3:]:
+        plain = engine.generate(one.requests, speculative=False)
+        drafted = engine.generate(one.requests, speculative=True)
+        (row,) = evaluate(network, target, [one], [plain], Silent())
+        found = decoded_acceptance(drafted, num_drafts)
+        if acceptance == "match":
+            assert [g.token_ids.tolist() for g in drafted] == [g.token_ids.tolist() for g in plain]
+            walked = rounds_of(network, target, one, plain)
+            assert found == pytest.approx(walked)
+        assert abs(found - row.accepted) < 5 * 2**0.5 * row.standard_error + 0.02
+
+
+def rounds_of(network: DFlashNetwork, target: Target, one: Asked, plain: Sequence[Generation]) -> float:
+    """Accepted drafts a round, counted as the text has them instead of by their probabilities."""
+    from equivtest.training.evaluate import _judged
+
+    counts: list[int] = []
+    for request, generation in zip(one.requests, plain, strict=True):
+        text = torch.tensor([*request.prompt_token_ids, *generation.token_ids.tolist()])
+        hits, _ = _judged(network, target, text, len(request.prompt_token_ids), request.params)
+        accepted, place = hits.cumprod(axis=1).sum(axis=1), 0
+        # A decoder offers a whole block only if a token more than that may still come.
+        while place < len(hits) - 1:
+            counts.append(int(accepted[place]))
+            place += counts[-1] + 1
+    return float(np.mean(counts))
+
+
+def test_greedy_acceptance_is_a_match(network: DFlashNetwork, target: Target, asked: list, answers: list) -> None:
+    from equivtest.training.evaluate import _judged
+
+    one, generations = next((a, g) for a, g in zip(asked, answers, strict=True) if a.config == "greedy")
+    text = torch.tensor([*one.requests[0].prompt_token_ids, *generations[0].token_ids.tolist()])
+    hits, probs = _judged(network, target, text, len(one.requests[0].prompt_token_ids), one.params)
+    assert np.array_equal(hits[:, 0], probs[:, 0] == 1)
+
+
+def test_a_walk_goes_from_round_to_round_as_a_decoder_does() -> None:
+    hits = np.array([[1, 0], [0, 0], [1, 1], [1, 1], [1, 1], [0, 1], [1, 0]], bool)
+    probs = np.arange(14).reshape(7, 2) / 14
+    reached, found = walk(hits, probs)
+    # Place 0 accepts one draft, so the next anchor is 2; that accepts two, so 5; that none, so 6.
+    assert reached.tolist() == [[1, 1], [1, 1], [1, 0], [1, 1]]
+    expected = probs[[0, 2, 5, 6]]
+    expected[2, 1] = 0
+    assert found.tolist() == expected.tolist()
+
+
+def test_the_walk_estimates_what_the_probabilities_say() -> None:
+    """Coins of known probability, 4,000 texts of one round: the mean is within five standard errors of
+    sum_k prod_(j <= k) p_j, but in one run of a million."""
+    p = np.array([[0.8, 0.6, 0.3]])
+    coins = np.random.default_rng(0).random((4000, 1, 3)) < p
+    sums = np.array([walk(hits, p)[1].sum() for hits in coins])
+    expected = float(np.cumprod(p).sum())
+    assert abs(sums.mean() - expected) < 5 * sums.std() / 4000**0.5
+    # Counting accepted drafts estimates the same with more noise.
+    assert sums.std() < coins[:, 0].cumprod(axis=1).sum(axis=1).std()
+
+
+def test_answers_shorter_than_a_block_are_refused(
+    network: DFlashNetwork, target: Target, asked: list, answers: list
+) -> None:
+    short = [dataclasses.replace(g, token_ids=g.token_ids[:2]) for g in answers[0]]
+    with pytest.raises(InvalidSetting, match="at least 3"):
+        evaluate(network, target, asked[:1], [short], Silent())
+
+
+def test_every_built_in_prompt_is_judged_under_every_configuration(asked: list[Asked]) -> None:
+    assert [(one.prompts, one.config) for one in asked] == [
+        (prompts, config) for prompts in ("prompts", "held_out") for config in ("greedy", "topp95", "topk50")
+    ]
+    assert [len(one.requests) for one in asked[:3]] == [8, 16, 16]
+    keys = [request.stream_key for one in asked for request in one.requests]
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_table_has_a_line_for_every_row(learned: list[Acceptance]) -> None:
+    lines = acceptance_table([dataclasses.asdict(row) for row in learned])
+    assert len(lines) == 2 + len(learned)
+    assert len({line.count("|") for line in lines}) == 1
