@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from equivtest.battery.judge import Bools, Judged
-from equivtest.battery.laws import Floats
+from equivtest.battery.laws import Floats, Ints
 from equivtest.records import Evidence
 from equivtest.stats.sampler import acceptance, draws, shared
 
@@ -85,6 +85,14 @@ class Feature(NamedTuple):
     values: Floats
     variance: Floats
     there: Bools
+
+    def by_row(self, orders: Ints) -> Feature:
+        """From a row a law to the rows of the batch: orders [T, B]."""
+        return Feature(
+            np.take_along_axis(self.values, orders, 1),
+            np.take_along_axis(self.variance, orders, 1),
+            np.take_along_axis(self.there, orders, 1),
+        )
 
     def at(self, where: tuple[slice, slice]) -> Feature:
         return Feature(self.values[where], self.variance[where], self.there[where])
@@ -178,18 +186,19 @@ def _shifted(pair: Pair, j: Judged) -> Terms:
     rounds, rows, (num_rounds, batch) = pair.rounds, pair.rows, j.ok.shape
     before = (slice(0, num_rounds - rounds), slice(max(0, -rows), batch - max(0, rows)))
     after = (slice(rounds, num_rounds), slice(max(0, rows), batch - max(0, -rows)))
-    return _changes(pair.first(j).at(before), pair.second(j).at(after))
+    return _both(pair.first(j).by_row(j.orders).at(before), pair.second(j).by_row(j.orders).at(after))
 
 
-def _changes(first: Feature, second: Feature) -> Terms:
-    """First is what came first less what the same row drew two rounds before.
+def _both(first: Feature, second: Feature) -> Terms:
+    """Where both are there, less the mean of the first.
 
-    Both are known before second, and have the same mean where the sampler draws from a wrong law: what is left is what
-    the two draws share.
+    A sampler that draws from a wrong law has other means than 0. A row plays another law in every round, so what is
+    left of them without their overall mean has no product, and a wrong law does not look like a shared coin. That the
+    mean is not known beforehand matters to one part in the root of n.
     """
-    there = first.there[2:] & first.there[:-2] & second.there[2:]
-    change = first.values[2:] - first.values[:-2]
-    return change[there], second.values[2:][there], second.variance[2:][there]
+    there = first.there & second.there
+    values = first.values[there]
+    return values - (values.mean() if len(values) else 0.0), second.values[there], second.variance[there]
 
 
 def _slots(j: Judged) -> Iterator[Terms]:
@@ -213,10 +222,10 @@ def _last_decision(kind: str, j: Judged) -> Terms:
 
 
 def streams_apart(one: Judged, other: Judged) -> list[Evidence]:
-    """Two plays of a case with the same drafts and other seeds must know nothing of each other."""
+    """Two plays of a case with other seeds and other orders must know nothing of each other, row by row."""
     found = []
     for name in ("accept0", "last", "rank"):
-        terms = _changes(_DRAWS[name](one), _DRAWS[name](other))
+        terms = _both(_DRAWS[name](one).by_row(one.orders), _DRAWS[name](other).by_row(other.orders))
         found.append(_shared(f"coin_streams_{name}", one.case.name, [terms]))
     return [item for item in found if item is not None]
 

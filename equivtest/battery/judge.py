@@ -21,6 +21,7 @@ class Judged(NamedTuple):
     case: Case
     laws: Laws
     drafts: Ints  # [T, B, K]
+    orders: Ints  # [T, B], the law of each row of the batch; all other columns have a row a law
     ok: Bools  # [T, B], rows that can be read
     slot: Ints  # [T, B], where the row ends
     last: Ints  # [T, B], the token it ends with
@@ -49,6 +50,11 @@ class Judged(NamedTuple):
         plain: Bools = self.ok & (self.laws.num_draft == 0)
         return plain
 
+    def neighbour(self, rows: int) -> Ints:
+        """[T, B] of each law, the one that the row of the batch so many further played in the same round."""
+        places = (np.argsort(self.orders, axis=1) + rows) % self.case.batch
+        return np.take_along_axis(self.orders, places, 1)
+
 
 def judge(played: Played, rng: np.random.Generator) -> Judged:
     """rng spreads every token's own mass in its transforms."""
@@ -67,8 +73,8 @@ def judge(played: Played, rng: np.random.Generator) -> Judged:
     shown = np.broadcast_to(law, output.shape)
     vocab, rank = targets.spread(shown, output).transforms(rng.random((2, *output.shape)))
     return Judged(
-        case, laws, drafts, rows.ok, rows.slot, last, accept_prob, reached, accepted, spread, last_vocab, last_rank,
-        vocab, rank,
+        case, laws, drafts, played.orders, rows.ok, rows.slot, last, accept_prob, reached, accepted, spread,
+        last_vocab, last_rank, vocab, rank,
         (*breaches, *impossible(played, rows, accept_prob, reached, accepted), *inputs(played)),
     )  # fmt: skip
 

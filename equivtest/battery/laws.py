@@ -80,6 +80,16 @@ def draw_drafts(laws: Laws, rounds: int, rng: np.random.Generator) -> Ints:
     return drafts
 
 
+def random_orders(case: Case, rng: np.random.Generator) -> Ints:
+    """Which law each row of the batch has in each round, [T, B]: its own in the first, at random in the others.
+
+    So what a row draws in one round and the next is from laws that have nothing to do with each other.
+    """
+    orders = np.broadcast_to(np.arange(case.batch), (case.rounds, case.batch)).copy()
+    orders[1:] = rng.permuted(orders[1:], axis=1)
+    return orders
+
+
 Shape = tuple[int, int, int]
 Pair = tuple[Floats, Floats]
 

@@ -4,8 +4,8 @@ The sizes follow from one computation. A test is judged at 1e-6 over about 200 t
 5e-9, which the bound of Freedman reaches at 6.3 standard deviations; to get there with 90 % power the mean must be 7.6
 of them away. A decision that is accepted with probability a has variance a (1 - a), so a bias b of all decisions needs
 n = (7.6 / b)^2 a (1 - a) of them: 1.6 million where a = .5 and b = .003, but 220,000 where a is near .965, as in the
-cases `close`, where moreover nearly every draft of a row is reached. These play 48,000 rows of 7 drafts, dense and
-one-hot each, which is 1.3 times as many. `SamplerReport.smallest_bias` computes it from the decisions that were made.
+cases `close`, where moreover nearly every draft of a row is reached. These play 65,000 rows of 7 drafts, dense and
+one-hot each, which is 1.5 times as many. `SamplerReport.smallest_bias` computes it from the decisions that were made.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Budget:
 
 BUDGETS: Mapping[BudgetName, Budget] = {
     "smoke": Budget(close=6, random=8, adversarial=2, single=128, entries=1 << 21),
-    "gate": Budget(close=48, random=48, adversarial=8, single=512, entries=1 << 23),
-    "audit": Budget(close=480, random=480, adversarial=64, single=4096, entries=1 << 26),
+    "gate": Budget(close=64, random=48, adversarial=8, single=512, entries=1 << 23),
+    "audit": Budget(close=640, random=480, adversarial=64, single=4096, entries=1 << 26),
 }
 
 

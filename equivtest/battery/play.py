@@ -28,6 +28,7 @@ class Played(NamedTuple):
     tokens: Ints  # [T, B, K+1]
     emitted: Ints | None  # [T, B], as the sampler says
     telemetry: Ints | None  # [T, B]
+    orders: Ints  # [T, B], the law of each row of the batch
     changed: tuple[str, ...]
     """Names of what the sampler was handed and changed."""
 
@@ -38,6 +39,10 @@ class Handed(NamedTuple):
     draft_probs: Tensor | None
     target_probs: Tensor
     num_draft: Tensor
+
+    def rows(self, order: Tensor) -> Handed:
+        """A copy with the laws of `order` [B]."""
+        return Handed(*(None if column is None else column[order] for column in self))  # type: ignore[arg-type]
 
 
 def hand(case: Case, laws: Laws, device: torch.device) -> Handed:
@@ -59,28 +64,37 @@ def play(
     *,
     seeds: Ints,
     device: torch.device,
+    orders: Ints | None = None,
     coin: float | None = None,
 ) -> Played:
     """One call a round of drafts [T, B, K], all on the stream of `seeds` [B]; results come from the device at the end.
 
-    coin: what every uniform is, where uniforms are handed over.
+    drafts and what is returned have a row a law, whichever row of the batch plays it: orders [T, B] says which law each
+    row of the batch has in each round; its own by default. coin: what every uniform is, where uniforms are handed over.
 
     Raises SamplerFailed naming the case where the sampler raises or returns what is no [B, K+1] of integers.
     """
     handed = hand(case, laws, device)
-    on_device = torch.tensor(drafts, device=device)
+    if orders is None:
+        orders = np.broadcast_to(np.arange(case.batch), drafts.shape[:2])
+    by_row = np.take_along_axis(drafts, orders[..., None], 1)
+    on_device, orders_there = torch.tensor(by_row, device=device), torch.tensor(orders, device=device)
     answers: list[Answer] = []
+    changed: dict[str, None] = {}
     with _stream(adapter, seeds, case, device, coin) as next_coins:
-        for step, ids in enumerate(on_device.unbind(0)):
+        for step, (ids, order) in enumerate(zip(on_device, orders_there, strict=True)):
             coins = next_coins(step, answers[-1].output_token_ids if answers else None)
-            call = Call(ids, handed.num_draft, tuple(laws.num_draft.tolist()), *handed[:2], coins)
+            rows = handed.rows(order)
+            call = Call(ids, rows.num_draft, tuple(laws.num_draft[orders[step]].tolist()), *rows[:2], coins)
             answers.append(_checked(_answer(adapter, call, case), call, case))
-    changed = _changed(handed, hand(case, laws, device))
-    if not on_device.equal(torch.tensor(drafts, device=device)):
-        changed.append("draft_token_ids")
-    tokens, emitted, telemetry = (_on_host(column) for column in zip(*answers, strict=True))
+            if step == 0:
+                changed |= dict.fromkeys(_changed(rows, handed.rows(order)))
+    if not on_device.equal(torch.tensor(by_row, device=device)):
+        changed["draft_token_ids"] = None
+    places = np.argsort(orders, axis=1)
+    tokens, emitted, telemetry = (_on_host(column, places) for column in zip(*answers, strict=True))
     assert tokens is not None
-    return Played(case, laws, drafts, tokens, emitted, telemetry, tuple(changed))
+    return Played(case, laws, drafts, tokens, emitted, telemetry, orders, tuple(changed))
 
 
 def _changed(handed: Handed, expected: Handed) -> list[str]:
@@ -112,9 +126,12 @@ def _checked(answer: Answer, call: Call, case: Case) -> Answer:
     return Answer(tokens.long().clone(), *copies)
 
 
-def _on_host(rounds: tuple[Tensor | None, ...]) -> Ints | None:
+def _on_host(rounds: tuple[Tensor | None, ...], places: Ints) -> Ints | None:
+    """[T, B, ...] in the order of the laws; places [T, B] are the rows that played them."""
     there = [column for column in rounds if column is not None]
-    return torch.stack(there).cpu().numpy() if len(there) == len(rounds) else None
+    if len(there) < len(rounds):
+        return None
+    return torch.stack(there).cpu().numpy()[np.arange(len(there))[:, None], places]
 
 
 @contextmanager

@@ -78,7 +78,8 @@ class SamplerReport:
             *(f"not tested: {note}" for note in self.notes),
             *(str(finding) for finding in self.findings),
         ]
-        verdict = "no difference was found" if self.passed else f"{len(self.findings)} findings"
+        count = len(self.findings)
+        verdict = f"{count} finding{'s' * (count > 1)}" if count else "no difference was found"
         return [*lines, f"{self.word.upper()}: {verdict}"]
 
     def to_dict(self) -> dict[str, Any]:

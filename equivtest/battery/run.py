@@ -13,7 +13,7 @@ import torch
 from equivtest.battery.adapters import Adapter, Sampler, adapt
 from equivtest.battery.evidence import evidence
 from equivtest.battery.judge import Judged, judge
-from equivtest.battery.laws import Case, Kind, draw_drafts, make_laws
+from equivtest.battery.laws import Case, Kind, draw_drafts, make_laws, random_orders
 from equivtest.battery.plan import DEFAULT_VOCABS, cases
 from equivtest.battery.play import play, row_seeds
 from equivtest.battery.report import LEVEL, SamplerReport
@@ -93,7 +93,8 @@ def _cases(adapter: Adapter, budget: str, vocab: Sequence[int], only: Sequence[s
 def _play(adapter: Adapter, case: Case, device: torch.device, seed: int, rng: np.random.Generator) -> Judged:
     laws = make_laws(case, rng)
     drafts = draw_drafts(laws, case.rounds, rng)
-    return judge(play(adapter, case, laws, drafts, seeds=row_seeds(seed, case), device=device), rng)
+    seeds, orders = row_seeds(seed, case), random_orders(case, rng)
+    return judge(play(adapter, case, laws, drafts, seeds=seeds, device=device, orders=orders), rng)
 
 
 def _smallest_bias(judged: Sequence[Judged], num_tests: int) -> float:

@@ -13,7 +13,7 @@ from equivtest.battery.adapters import Adapter
 from equivtest.battery.contract import Breach
 from equivtest.battery.evidence import streams_apart
 from equivtest.battery.judge import judge
-from equivtest.battery.laws import Case, Ints, Kind, Laws, draw_drafts, make_laws
+from equivtest.battery.laws import Case, Ints, Kind, Laws, draw_drafts, make_laws, random_orders
 from equivtest.battery.play import Played, play, row_seeds
 from equivtest.records import Evidence
 
@@ -54,8 +54,8 @@ def check_streams(adapter: Adapter, *, seed: int, device: torch.device) -> Strea
     seeds = row_seeds(seed, case)
     others = row_seeds(seed + 1, case)
 
-    def tokens(part: _Batch, stream: Ints) -> Played:
-        return play(adapter, part.case, part.laws, part.drafts, seeds=stream, device=device)
+    def tokens(part: _Batch, stream: Ints, orders: Ints | None = None) -> Played:
+        return play(adapter, part.case, part.laws, part.drafts, seeds=stream, device=device, orders=orders)
 
     breaches: list[Breach] = []
     notes: list[str] = []
@@ -74,7 +74,8 @@ def check_streams(adapter: Adapter, *, seed: int, device: torch.device) -> Strea
         breaches += _batch_order(batch, seeds, others, first, tokens, rng)
     else:
         notes.append("a request's seed holds in any batch: not claimed, not checked")
-    apart = streams_apart(*(judge(played, rng) for played in (first, other)))
+    shuffled = tokens(batch, others, random_orders(case, rng))
+    apart = streams_apart(*(judge(played, rng) for played in (first, shuffled)))
     return StreamChecks(breaches, apart, notes)
 
 

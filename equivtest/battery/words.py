@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from equivtest.battery.alternatives import coin_of_the_decision, explain_acceptance, explain_last
+from equivtest.battery.acceptance_rules import explain_acceptance
 from equivtest.battery.contract import Breach
 from equivtest.battery.evidence import ALL
 from equivtest.battery.judge import Judged
+from equivtest.battery.last_laws import coin_of_the_decision, explain_last
 from equivtest.battery.report import LEVEL, Finding
 from equivtest.records import Evidence
 
@@ -35,8 +36,8 @@ def findings(breaches: Sequence[Breach], evidence: Sequence[Evidence], judged: S
     if any(breach.unreadable for breach in breaches):
         return [*_breaches([breach for breach in breaches if breach.unreadable])]
     certain, coins = [*_breaches(breaches)], [*_coins(failed)]
-    if any(finding.what.startswith(_ACROSS) for finding in coins):
-        return certain + coins  # every other test counts the rows of a batch as independent
+    if any(_repeats(item) for item in failed):
+        return certain + coins  # every other test counts rows and rounds as independent
     found = [
         *certain,
         *_acceptance(failed, judged),
@@ -124,6 +125,7 @@ def _last(failed: Sequence[Evidence], judged: Sequence[Judged], kind: str, stage
         )
 
 
+_PAIR = r"coin_(round|row)_([a-z0-9]+)_([a-z0-9]+)_row([+-]\d+)"
 _ACROSS = "coins are shared across the batch"
 _FEATURES: Mapping[str, str] = {
     "accept0": "the first acceptance",
@@ -150,8 +152,14 @@ def _coins(failed: Sequence[Evidence]) -> Iterator[Finding]:
             )
 
 
+def _repeats(item: Evidence) -> bool:
+    """Whether a draw comes again as it was, in another row or round."""
+    pair = re.fullmatch(_PAIR, item.name)
+    return pair is not None and (pair[1] == "row" or pair[2] == pair[3])
+
+
 def _coin_words(item: Evidence) -> str:
-    pair = re.fullmatch(r"coin_(round|row)_([a-z0-9]+)_([a-z0-9]+)_row([+-]\d+)", item.name)
+    pair = re.fullmatch(_PAIR, item.name)
     if pair is not None:
         first, second, shift = _FEATURES[pair[2]], _FEATURES[pair[3]], int(pair[4])
         row = "the same row" if shift == 0 else f"the row {abs(shift)} {'further' if shift > 0 else 'before'}"
