@@ -8,7 +8,8 @@
     │   ├── KernelUnavailable         the backend cannot be built or loaded here
     │   ├── UnsupportedSampling       the backend cannot represent a request and refuses it
     │   ├── InvalidKernelInput        wrong shape, dtype, device or value; names the row
-    │   └── ScratchTooSmall           scratch was allocated for less than the call needs
+    │   ├── ScratchTooSmall           scratch was allocated for less than the call needs
+    │   └── SamplerFailed             a sampler under test raised, or returned something of another shape
     ├── ModelError
     │   ├── ModelUnavailable          the weights are not here and cannot be fetched
     │   ├── ChecksumMismatch          the weights are not the ones that were asked for
@@ -113,6 +114,14 @@ class ScratchTooSmall(KernelError, ValueError):
     def __init__(self, op: str, needed: str, allocated: str) -> None:
         self.op, self.needed, self.allocated = op, needed, allocated
         super().__init__(f"{op}: scratch too small: needs {needed}, allocated for {allocated}")
+
+
+class SamplerFailed(KernelError):
+    """A sampler function could not be tested: it raised, or what it returned is no answer."""
+
+    def __init__(self, case: str, problem: str) -> None:
+        self.case, self.problem = case, problem
+        super().__init__(f"the sampler {problem} (case: {case}); mend it, or choose the --form and --coins it has")
 
 
 class ModelError(EquivtestError):

@@ -14,7 +14,7 @@ import equivtest
 from equivtest.errors import EquivtestError
 from equivtest.records import EXIT_CODES, Word
 
-_COMMANDS = ("run", "report", "gate", "controls", "compare", "power", "doctor", "bench", "model", "drafter")
+_COMMANDS = ("run", "report", "gate", "controls", "compare", "kernel", "power", "doctor", "bench", "model", "drafter")
 """Each is the command `command` of equivtest/cli/<name>.py, imported when it is called."""
 
 _EPILOG = """\b

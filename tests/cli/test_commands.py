@@ -57,7 +57,7 @@ def test_help_shows_examples_and_exit_codes(equivtest) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "report", "gate", "compare", "power", "doctor", "bench kernels", "model pull"]
+    "command", ["run", "report", "gate", "compare", "kernel", "power", "doctor", "bench kernels", "model pull"]
 )
 def test_every_command_explains_itself_with_an_example(equivtest, command: str) -> None:
     code, out, _ = equivtest(*command.split(), "--help")

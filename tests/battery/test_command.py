@@ -1,0 +1,126 @@
+"""The battery as a command, as a pytest fixture and as a function of the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import equivtest
+from equivtest.battery.adapters import adapt
+from equivtest.cli import main as cli_main
+from equivtest.errors import InvalidSetting, SamplerFailed, UnknownName
+from equivtest.pytest_plugin import assert_sampler, sampler_battery
+from tests.battery.samplers import ChainSampler, shifted_acceptance
+
+__all__ = ["sampler_battery"]
+
+RIGHT = ChainSampler()
+WRONG = shifted_acceptance(0.2)
+QUICK = ("--budget", "smoke", "--only", "half", "--vocab", "2")
+
+
+def crashes(draft_token_ids: object, draft_probs: object, target_probs: object) -> object:
+    raise RuntimeError("an illegal memory access")
+
+
+def returns_floats(draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor) -> object:
+    return target_probs[:, :, 0]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["equivtest", "kernel", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli_main.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_a_correct_sampler_exits_0(command: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = command(f"{__name__}:RIGHT", *QUICK)
+    assert code == 0
+    assert out.splitlines()[-1] == "EQUIVALENT: no difference was found"
+    assert "an acceptance bias of 0." in out
+
+
+def test_a_wrong_sampler_exits_1_and_says_what_is_wrong(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    code, out, _ = command(f"{__name__}:WRONG", *QUICK, "--json", report)
+    assert code == 1
+    assert "accept: acceptance of dense drafts is too high by 0.1" in out
+    assert "Next: look at the comparison" in out
+    written = json.loads(report.read_text("utf-8"))
+    assert (written["word"], written["exit_code"]) == ("different", 1)
+    assert written["findings"][0]["stage"] == "accept"
+    assert len(written["evidence"]) > 20
+
+
+def test_a_backend_of_ours_by_name(command: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = command("--backend", "cpp", *QUICK)
+    assert code == 0
+    assert "backend cpp as equivtest, coins: seeds, on cpu" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((), 2, "give either MODULE:FUNCTION or --backend"),
+        ((f"{__name__}:RIGHT", "--backend", "cpp"), 2, "give either MODULE:FUNCTION or --backend"),
+        (("no_such_module:fn",), 2, "cannot be imported"),
+        ((f"{__name__}:NOTHING",), 2, "cannot be imported"),
+        ((__name__,), 2, "must be module:function"),
+        ((f"{__name__}:QUICK",), 2, "is not a function"),
+        (("--backend", "cudnn"), 2, "known: cpp, cuda, flashinfer, reference"),
+        ((f"{__name__}:RIGHT", "--form", "trt"), 2, "known: equivtest, flashinfer, mask, vllm"),
+        ((f"{__name__}:RIGHT", "--coins", "dice"), 2, "known: auto, generator, generators, global, seeds, uniforms"),
+        ((f"{__name__}:RIGHT", "--coins", "seeds"), 2, "the function has no parameter seeds"),
+        ((f"{__name__}:RIGHT", "--budget", "huge"), 2, "known: audit, gate, smoke"),
+        ((f"{__name__}:RIGHT", "--only", "odd"), 2, "known: certain, close, disjoint"),
+        ((f"{__name__}:RIGHT", "--vocab", "1"), 2, "must be between 2 and"),
+        ((f"{__name__}:crashes", *QUICK), 4, "raised RuntimeError: an illegal memory access (case: half"),
+        ((f"{__name__}:returns_floats", *QUICK), 4, "returned torch.float32 [1, 2] for output ids, which must be"),
+    ],
+)
+def test_what_cannot_be_tested_is_no_pass(
+    command: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    found, out, err = command(*arguments)
+    assert found == code
+    assert says in out + err
+
+
+def test_the_fixture_passes_a_right_sampler_and_fails_a_wrong_one(
+    sampler_battery: Callable[..., equivtest.battery.SamplerReport],
+) -> None:
+    options = {"budget": "smoke", "only": ("half",), "vocab": (2,)}
+    assert sampler_battery(RIGHT, **options).passed
+    with pytest.raises(pytest.fail.Exception, match=r"too high by 0\.1"):
+        assert_sampler(WRONG, **options)
+
+
+def test_check_sampler_opens_on_use_and_not_before() -> None:
+    """A machine without torch imports the package."""
+    assert equivtest.check_sampler(RIGHT, budget="smoke", only=("half",), vocab=(2,)).passed
+    code = "import sys, equivtest; assert 'torch' not in sys.modules; print(hasattr(equivtest, 'nothing'))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "False\n"
+
+
+def test_errors_are_of_the_tree() -> None:
+    with pytest.raises(UnknownName):
+        adapt(RIGHT, form="other")
+    with pytest.raises(InvalidSetting, match="signature"):
+        adapt(dict)
+    with pytest.raises(SamplerFailed, match="--form and --coins"):
+        equivtest.check_sampler(crashes, budget="smoke", only=("half",), vocab=(2,))
