@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from equivtest.engines.base import Engine, EngineOptions
@@ -89,9 +89,17 @@ def engine_kind(name: str) -> EngineKind:
     return ENGINES[name]
 
 
+def installed_version(package: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def missing_packages(kind: EngineKind) -> str | None:
     """What is not installed and how to install it; None where nothing is missing."""
-    missing = [name for name in kind.packages if find_spec(name) is None]
+    missing = [name for name in kind.packages if installed_version(name) is None]
     return f"{', '.join(missing)} is not installed; run: pip install 'equivtest[{kind.extra}]'" if missing else None
 
 

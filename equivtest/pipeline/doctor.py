@@ -11,7 +11,7 @@ import torch
 
 from equivtest.decoder.hub import NAMES, cached_model
 from equivtest.decoder.weights import default_dtype
-from equivtest.engines.registry import ENGINES, EngineKind, missing_packages
+from equivtest.engines.registry import ENGINES, EngineKind, installed_version, missing_packages
 from equivtest.errors import EquivtestError, KernelUnavailable
 from equivtest.kernels.registry import get_backend, known_backends, resolve_auto
 from equivtest.pipeline.manifest import describe_code, describe_machine
@@ -70,7 +70,7 @@ def _package(name: str) -> Check:
 
 def _engine(name: str, kind: EngineKind) -> Check:
     missing = missing_packages(kind)
-    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in kind.packages if not missing)
+    versions = ", ".join(f"{package} {installed_version(package)}" for package in kind.packages)
     finding = missing or f"{kind.words}{f' ({versions})' if versions else ''}"
     return Check(name=f"engine {name}", ok=missing is None, finding=finding, required=False)
 
