@@ -100,6 +100,14 @@ class JsonClient:
         except ValueError as error:
             raise _AgainLater("unreadable answer", f"not JSON: {self._words(response)}") from error
 
+    def page(self, url: str) -> str | None:
+        """The text of a page; None where there is none."""
+        try:
+            response = self._http.get(url)
+        except httpx2.TransportError:
+            return None
+        return response.text if response.is_success else None
+
     def stop(self) -> None:
         """End the waits for another try."""
         self._stopped.set()

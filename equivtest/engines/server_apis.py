@@ -37,6 +37,7 @@ class Answer:
     choices: tuple[Choice, ...]
     num_tokens: int | None
     """Of all texts together, as the server counts; None where it does not."""
+    num_prompt_tokens: int | None = None
     num_drafted: int = 0
     """Draft tokens that it says it made."""
     num_accepted: int = 0
@@ -52,6 +53,8 @@ class CompletionsApi:
     may_run_over: ClassVar[bool] = False
     """Whether a text may be longer than asked."""
     takes_text: ClassVar[bool] = True
+    tells_drafts: ClassVar[bool] = False
+    """Whether an answer says how many drafts went into it, if there were any."""
 
     def refusal(self, params: SamplingParams) -> str | None:
         return None
@@ -88,7 +91,9 @@ class CompletionsApi:
             message = f"choices have the indices {order}"
             raise Unreadable(message)
         usage = answer.get("usage")
-        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        usage = usage if isinstance(usage, dict) else {}
+        counts = [usage.get(name) for name in ("completion_tokens", "prompt_tokens")]
+        num_tokens, num_prompt_tokens = (count if isinstance(count, int) else None for count in counts)
         return Answer(
             choices=tuple(
                 Choice(
@@ -98,7 +103,8 @@ class CompletionsApi:
                 )
                 for _, table in sorted(zip(order, tables, strict=True), key=lambda pair: pair[0])
             ),
-            num_tokens=counted if isinstance(counted, int) else None,
+            num_tokens=num_tokens,
+            num_prompt_tokens=num_prompt_tokens,
         )
 
 
@@ -110,6 +116,7 @@ class LlamaCppApi:
     forbids_eos: ClassVar[bool] = True
     may_run_over: ClassVar[bool] = True  # to the end of a character of several bytes
     takes_text: ClassVar[bool] = False
+    tells_drafts: ClassVar[bool] = True
 
     def refusal(self, params: SamplingParams) -> str | None:
         if params.penalised:
@@ -162,6 +169,7 @@ class SglangApi:
     forbids_eos: ClassVar[bool] = False
     may_run_over: ClassVar[bool] = False
     takes_text: ClassVar[bool] = False
+    tells_drafts: ClassVar[bool] = False
 
     def refusal(self, params: SamplingParams) -> str | None:
         return None

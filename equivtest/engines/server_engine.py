@@ -23,6 +23,7 @@ from equivtest.decoder.weights import Checkpoint, load_checkpoint, load_tokenize
 from equivtest.engines.base import Capabilities, EngineOptions, Messages, StagesWrap
 from equivtest.engines.batches import alike
 from equivtest.engines.decoder import require_device
+from equivtest.engines.draft_counters import DraftCounters, read_counters
 from equivtest.engines.http_client import JsonClient, RequestRefused, Unreadable
 from equivtest.engines.plain_generation import generation_of
 from equivtest.engines.reference_law import LawAsAsked, reference_scorer, stop_ids
@@ -60,7 +61,11 @@ class ServerEngine:
         self._sends_text = self._retokenises = False
         self._lock = Lock()
         self._notes: dict[str, str] = {}
-        self._num_texts = self._num_changed = self._num_drafted = self._num_accepted = 0
+        self._num_texts = self._num_changed = 0
+        self._told = DraftCounters(0, 0)
+        """What answers told of drafts."""
+        self._at_first: DraftCounters | None = None
+        """What the server of arm on had counted before the first sample; None where it shows no counters."""
 
     @classmethod
     def open(cls, options: EngineOptions, *, on_message: Callable[[str], None] | None = None) -> ServerEngine:
@@ -144,6 +149,8 @@ class ServerEngine:
                 self._client.stop()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        if speculative:
+            self._note_drafts(url)
         return [generation_of(text, batch_row=row, speculative=speculative) for row, text in enumerate(texts)]
 
     def scorer(self) -> LawAsAsked | None:
@@ -183,8 +190,6 @@ class ServerEngine:
             found["repeats"] = f"{self._client.repeats.total()} requests were sent again ({reasons})"
         if self._num_changed:
             found["retokenised"] += f"; that changed the number of tokens in {self._num_changed} of {self._num_texts}"
-        if self._num_drafted:
-            found["drafts"] = f"the server says that it accepted {self._num_accepted} of {self._num_drafted} drafts"
         return found
 
     def close(self) -> None:
@@ -207,8 +212,8 @@ class ServerEngine:
         label = first.label if len(batch) == 1 else f"{first.label} to {last.label}"
         answer = self._ask(url, first, len(batch), label)
         with self._lock:
-            self._num_drafted += answer.num_drafted
-            self._num_accepted += answer.num_accepted
+            drafted, accepted = self._told
+            self._told = DraftCounters(drafted + answer.num_drafted, accepted + answer.num_accepted)
         return [self._token_ids(choice, first, label) for choice in answer.choices]
 
     def _ask(self, url: str, request: Request, count: int, label: str) -> Answer:
@@ -260,6 +265,22 @@ class ServerEngine:
         for arm, url in (("off", self._server.spec_off), ("on", self._server.spec_on)):
             if url is not None:
                 self._find_seeds(arm, url)
+        self._told = DraftCounters(0, 0)
+        if self._server.spec_on is not None:
+            self._at_first = self._counted(self._server.spec_on)
+
+    def _counted(self, url: str) -> DraftCounters | None:
+        page = self._client.page(f"{_root(url)}/metrics")
+        return None if page is None else read_counters(page)
+
+    def _note_drafts(self, url: str) -> None:
+        """What the server says of its drafts, by its answers or its counters. One that says nothing is trusted."""
+        now, before = self._counted(url), self._at_first
+        drafted, accepted = self._told if now is None or before is None else now.since(before)
+        if drafted:
+            self._notes["drafts"] = f"the server says that it accepted {accepted:,} of {drafted:,} drafts"
+        elif now is not None or self._api.tells_drafts:
+            self._notes["drafts"] = "the server of arm on counts no drafts: it does not seem to speculate"
 
     def _find_model(self, url: str) -> None:
         if self._served_model is not None or not self._api.names_models:
@@ -279,9 +300,10 @@ class ServerEngine:
                 raise
             self._sends_text = True
             answer = self._ask(url, request, 1, label)
-            self._notes["prompts"] = (
-                f"prompts were sent as text, because the server takes no token ids ({refused.problem})"
-            )
+            own, counted = len(request.prompt_token_ids), answer.num_prompt_tokens
+            self._notes["prompts"] = f"prompts were sent as text: the server takes no token ids ({refused.problem})"
+            if counted not in (None, own):
+                self._notes["prompts"] += f"; it makes {counted} tokens of one where the tokenizer makes {own}"
         tells = answer.choices[0].token_ids is not None
         if not tells and not self._api.takes_text:
             raise EngineUnavailable("openai", f"{url} tells no token ids, which api {self._server.api} does")
@@ -294,7 +316,7 @@ class ServerEngine:
     def _find_seeds(self, arm: str, url: str) -> None:
         asked = [self._probe_request(seed) for seed in (1, 1, 2, 3)]
         one, again, *others = (self._sample(url, [request])[0] for request in asked)
-        self._num_texts = self._num_changed = self._num_drafted = self._num_accepted = 0
+        self._num_texts = self._num_changed = 0
         if all(other == one for other in others):
             raise EngineUnavailable("openai", f"{url} gives the same text to every seed: such texts are no samples")
         if self._server.choices > 1:

@@ -66,11 +66,13 @@ class FakeServer:
         encode: Callable[[str], Sequence[int]] = lambda text: list(text.encode()),
         key: str | None = None,
         models: Sequence[str] = ("fake",),
+        metrics: Callable[[], str] | None = None,
     ) -> None:
         """after: requests that are answered before the first trouble. key: what a bearer must name."""
         self.draw, self.troubles, self.forever, self.after = draw or draw_by_position(), list(troubles), forever, after
         self.tells_ids, self.takes_ids, self.finish_reason = tells_ids, takes_ids, finish_reason
         self.decode, self.encode, self.key, self.models = decode, encode, key, models
+        self.metrics = metrics
         self.bodies: list[dict[str, Any]] = []
         self.num_answers: Counter[str] = Counter()
         """Right answers by request."""
@@ -86,7 +88,12 @@ class FakeServer:
             disable_nagle_algorithm = True  # head and body go out at once
 
             def do_GET(self) -> None:
-                self.reply(200, {"data": [{"id": name} for name in fake.models]})
+                if self.path == "/v1/models":
+                    self.reply(200, {"data": [{"id": name} for name in fake.models]})
+                elif self.path == "/metrics" and fake.metrics:
+                    self.reply(200, fake.metrics().encode())
+                else:
+                    self.reply(404, {"error": "no such page"})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -173,4 +180,4 @@ class FakeServer:
         if trouble == "duplicate_index":
             choices.append(choices[0])
         counted = sum(map(len, texts)) + (trouble == "wrong_usage")
-        return {"choices": choices[::-1], "usage": {"completion_tokens": counted}}
+        return {"choices": choices[::-1], "usage": {"completion_tokens": counted, "prompt_tokens": len(prompt)}}
