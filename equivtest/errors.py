@@ -15,6 +15,9 @@
     │   ├── ChecksumMismatch          the weights are not the ones that were asked for
     │   ├── CacheFull                 the KV cache has no room for the call
     │   └── UnsupportedModel          an architecture or file format this decoder does not read
+    ├── EngineError
+    │   ├── EngineUnavailable         the engine is not installed, or does not answer
+    │   └── RequestFailed             a request that was not answered as asked, after every retry; names it
     ├── SampleError
     │   ├── InvalidShard              a samples file that does not follow the schema
     │   └── MissingSamples            a run lacks rows that its protocol asks for
@@ -25,6 +28,7 @@
         ├── RunNotFound               no such run folder
         ├── RunExists                 the run folder already holds a run
         ├── RunBusy                   another process is writing the run folder
+        ├── ArmsToCome                arms that the engine of this call cannot decode are still to be collected
         └── RunMismatch               resuming a run that was started with other settings or code
 
 Each error carries its data as fields and ends with what to do about it.
@@ -160,6 +164,26 @@ class CacheFull(ModelError):
         super().__init__(f"KV cache is full: needs {need} {what}, has {have} free; use a smaller batch or a larger one")
 
 
+class EngineError(EquivtestError):
+    """Root of the errors of engines that are not the built-in decoder."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot be opened here."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(f"engine {name!r} is not available: {reason}")
+
+
+class RequestFailed(EngineError):
+    """A request was not answered as asked. None of the batch that it is part of was kept."""
+
+    def __init__(self, request: str, problem: str, remedy: str) -> None:
+        self.request, self.problem, self.remedy = request, problem, remedy
+        super().__init__(f"{request}: {problem}; {remedy}")
+
+
 class SampleError(EquivtestError):
     """Root of the errors about samples on disk."""
 
@@ -235,6 +259,19 @@ class RunBusy(RunError):
     def __init__(self, where: Path) -> None:
         self.where = where
         super().__init__(f"another process is writing {where}; wait for it or choose another --run-dir")
+
+
+class ArmsToCome(RunError):
+    """What this call's engine can decode is on disk; the run goes on once it decodes the other way. Exits 3."""
+
+    exit_code = 3
+
+    def __init__(self, arms: Iterable[str], lacking: str) -> None:
+        self.arms, self.lacking = tuple(arms), lacking
+        super().__init__(
+            f"not decided: samples of {', '.join(self.arms)} are still to come, for which the engine of this call does "
+            f"not decode {lacking}; what it can is on disk. Start it so and continue with --resume"
+        )
 
 
 class RunMismatch(RunError):

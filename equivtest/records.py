@@ -102,6 +102,8 @@ class Origin(StrEnum):
     ENDED = "ended"
     """No token: the text had stopped before. Samples on disk repeat the stop token there, so that every sample has
     every position."""
+    UNKNOWN = "unknown"
+    """The engine does not say: servers of other people do not, nor do recordings with a planted fault."""
 
 
 class Nature(StrEnum):
@@ -275,6 +277,8 @@ class Request:
     """The user's wish for replay: the same seed gives the same text in any batch. None for protocol samples."""
     logprobs: LogprobKind | None = None
     """Report every token's log-probability: raw, of the model's softmax, or processed, of the law it is drawn from."""
+    label: str = ""
+    """What it is for, in words that an error can name it by: arm, config, prompt and seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,6 @@ def smollm2_checkpoint(smollm2_path: Path) -> Checkpoint:
 @pytest.fixture(scope="session")
 def hf_smollm2(smollm2_checkpoint: Checkpoint) -> PreTrainedModel:
     """transformers' LlamaForCausalLM with the same float32 weights, in evaluation mode."""
-    from equivtest.bench.decode import transformers_model
+    from equivtest.decoder.transformers_model import transformers_model
 
     return transformers_model(smollm2_checkpoint.config, smollm2_checkpoint.weights, dtype=torch.float32)

@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "protocol": (set(), set()),
     "kernels": (set(), {"torch"}),
     "decoder": ({"kernels"}, {"torch", "transformers"}),
-    "engines": ({"decoder", "protocol", "kernels"}, {"torch"}),
+    "engines": ({"decoder", "protocol", "kernels"}, {"torch", "transformers"}),
     "faults": ({"decoder", "kernels"}, {"torch"}),
     "samples": (set(), {"pyarrow"}),
     "stats": (set(), {"scipy"}),

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from equivtest.bench.latency import serve
 from equivtest.bench.measured import describe_device
-from equivtest.decoder.config import ModelConfig
 from equivtest.decoder.executor import Executor
 from equivtest.decoder.hub import resolve_model
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
+from equivtest.decoder.transformers_model import transformers_model
 from equivtest.decoder.weights import default_dtype, load_checkpoint
 from equivtest.engines.decoder import require_device, require_served
-from equivtest.errors import InvalidSetting, UnsupportedModel, UsageError
+from equivtest.errors import InvalidSetting
 from equivtest.kernels.contract import RowParams, Streams
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Request, SamplingParams
@@ -157,42 +157,6 @@ def bench_decode(
         device=describe_device(device),
         **timings,
     )
-
-
-def transformers_model(config: ModelConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> PreTrainedModel:
-    """The same model in Hugging Face transformers. Raises UsageError when transformers is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        message = "transformers is not installed; run: pip install 'equivtest[test]'"
-        raise UsageError(message) from error
-    classes: dict[str, tuple[Any, Any]] = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }
-    if config.rope_divisors:
-        raise UnsupportedModel(config.architecture, "a model with rope scaling cannot be rebuilt in transformers")
-    config_class, model_class = classes[config.architecture]
-    model = model_class(
-        config_class(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-            rope_theta=config.rope_theta,
-            rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=config.tied_embeddings,
-            max_position_embeddings=config.max_position,
-        )
-    )
-    weights = dict(weights)
-    if config.tied_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights)
-    return model.to(dtype).eval()  # type: ignore[no-any-return]
 
 
 def _our_steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 ENGINE_FIELDS = (
     "model", "dtype", "device", "kernels", "drafter", "draft_len", "early_exit_layers", "draft_model", "acceptance",
     "threads",
+)  # fmt: skip
+SERVER_FIELDS = (
+    "spec_off", "spec_on", "api", "served_model", "tokenizer", "choices", "concurrency", "timeout_s", "retries",
+    "backoff_s", "seeded", "extra_body", "forbid_eos",
 )  # fmt: skip
 ANALYSIS_FIELDS = ("statistic", "exact", "dependence", "num_permutations")
 
@@ -39,6 +44,53 @@ def engine_options(command: Command) -> Command:
                      help="Acceptance rule; both are exact."),
         click.option("--threads", type=int, default=None, help="CPU threads; default: all cores."),
     )  # fmt: skip
+
+
+def server_options(command: Command) -> Command:
+    """Which engine is tested, and how a server is asked; fields of ServerOptions."""
+    return _stack(
+        command,
+        click.option("--engine", default="decoder", show_default=True,
+                     help="decoder (built in), transformers or openai (a server); see `equivtest doctor`."),
+        click.option("--spec-off", default=None, metavar="URL", help="openai: a server that does not speculate."),
+        click.option("--spec-on", default=None, metavar="URL",
+                     help="openai: one that does. With one of the two a run collects what it can; --resume goes on."),
+        click.option("--api", default="completions", show_default=True,
+                     help="openai: completions (vLLM and others), or the own interface of llamacpp or sglang."),
+        click.option("--served-model", default=None,
+                     help="openai: the server's name of the model; default: its only one."),
+        click.option("--tokenizer", default=None,
+                     help="openai: GGUF file or folder where the weights of --model are not at hand; then no law."),
+        click.option("--choices", type=int, default=1, show_default=True,
+                     help="openai: samples asked for in one request; they share its seed."),
+        click.option("--concurrency", type=int, default=8, show_default=True,
+                     help="openai: requests under way at once."),
+        click.option("--timeout", "timeout_s", type=float, default=120.0, show_default=True,
+                     help="openai: longest wait for an answer, seconds."),
+        click.option("--retries", type=int, default=5, show_default=True,
+                     help="openai: repeats of a request without an answer that can be read, or with 429, 500 or more."),
+        click.option("--backoff", "backoff_s", type=float, default=0.5, show_default=True,
+                     help="openai: seconds before the first repeat, doubled before each further one."),
+        click.option("--seeded/--unseeded", default=True, show_default=True,
+                     help="openai: send every request a seed of its own, or leave it to the server's stream."),
+        click.option("--extra-body", default="{}", metavar="JSON", callback=_json_table,
+                     help="openai: fields of every request beside ours, or in their place."),
+        click.option("--forbid-eos", is_flag=True,
+                     help="openai: forbid the end of text by a logit bias, for servers that cannot ignore it."),
+        click.option("--api-key-env", default="OPENAI_API_KEY", show_default=True,
+                     help="openai: environment variable that holds the key, if there is one. It is kept nowhere."),
+    )  # fmt: skip
+
+
+def _json_table(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:
+    try:
+        table = json.loads(value)
+    except ValueError as error:
+        raise click.BadParameter(f"is not JSON: {error}") from None
+    if not isinstance(table, dict):
+        message = "must be a JSON object"
+        raise click.BadParameter(message)
+    return table
 
 
 def analysis_options(command: Command) -> Command:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import click
 from equivtest.cli.options import (
     ANALYSIS_FIELDS,
     ENGINE_FIELDS,
+    SERVER_FIELDS,
     analysis_options,
     engine_options,
     pick,
     results_dir_option,
+    server_options,
 )
 
 _EPILOG = """\b
@@ -24,6 +27,13 @@ Examples:
   equivtest run --model path/to/model.gguf --acceptance match
   equivtest run --sequential                            stop as soon as the answer is known
   equivtest run --resume                                continue the newest unfinished run
+\b
+Other engines, whose teeth are a bias planted in a copy of their recordings (--model: what the servers serve):
+  equivtest run --engine transformers --drafter ngram   prompt lookup; also early_exit, or model with --draft-model
+  equivtest run --engine openai --spec-off http://a:8000 --spec-on http://b:8000 --model path/to/folder
+  equivtest run --engine openai --spec-off http://a:8000 --run-dir results/x   then restart the server, and
+  equivtest run --engine openai --spec-on http://a:8000 --run-dir results/x --resume
+  equivtest run --engine openai --api llamacpp --spec-off http://a:8080 --spec-on http://b:8080 --model model.gguf
 """
 
 _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
@@ -55,9 +65,9 @@ _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
 @click.option(
     "--plant",
     "planted",
-    default="inflated_acceptance",
-    show_default=True,
-    help="Fault of the biased arm; another one, such as reused_coin, shows which evidence would see it.",
+    default=None,
+    help="Fault of the biased arm: inflated_acceptance, or likeliest_token for engines that no fault can be put into; "
+    "another one, such as reused_coin, shows which evidence would see it.",
 )
 @click.option(
     "--confirm/--no-confirm",
@@ -94,17 +104,21 @@ _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
 @click.option("--resume", is_flag=True, help="Continue --run-dir, or the newest unfinished run.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON on standard output.")
 @engine_options
+@server_options
 @analysis_options
-def command(as_json: bool, **values: Any) -> int:
+def command(as_json: bool, engine: str, api_key_env: str, **values: Any) -> int:
     """Sample with speculation off and on, test whether the distributions agree, and end in a verdict."""
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for
     from equivtest.cli.verdict import show_verdict
     from equivtest.pipeline.analysis_options import AnalysisOptions
-    from equivtest.pipeline.run import EngineOptions, RunOptions, run
+    from equivtest.pipeline.run import EngineOptions, RunOptions, ServerOptions, run
 
-    engine = EngineOptions(**pick(values, ENGINE_FIELDS))
+    asked = pick(values, SERVER_FIELDS)
+    is_server = engine == "openai" or asked["spec_off"] or asked["spec_on"]
+    server = ServerOptions(api_key=os.environ.get(api_key_env) or None, **asked) if is_server else None
+    subject = EngineOptions(engine=engine, server=server, **pick(values, ENGINE_FIELDS))
     analysis = AnalysisOptions(**pick(values, (*ANALYSIS_FIELDS, *_JUDGING_FIELDS)))
-    result = run(RunOptions(engine=engine, analysis=analysis, **values), listener_for(Console(stderr=True)))
+    result = run(RunOptions(engine=subject, analysis=analysis, **values), listener_for(Console(stderr=True)))
     return show_verdict(result, as_json=as_json)

@@ -59,6 +59,10 @@ class Tokenizer:
         """
         return list(self._backend.encode(text, add_special_tokens=True).ids)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a part of a text: as `encode`, without a begin-of-text token."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a chat (tables with `role` and `content`) up to and including the header of the answer.
 
@@ -66,8 +70,7 @@ class Tokenizer:
         """
         if self._chat_template is None:
             return self.encode("\n\n".join(message["content"] for message in messages))
-        text = self._chat_template.render(messages)
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self.encode_text(self._chat_template.render(messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens written out; bytes that are not UTF-8 become replacement characters."""

@@ -65,6 +65,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return _load_gguf(path)
 
 
+def load_tokenizer(path: Path) -> tuple[Tokenizer, list[Path]]:
+    """The tokenizer alone, of a .gguf file or of a folder that need not hold weights; and the files read.
+
+    Raises as `load_checkpoint`.
+    """
+    if path.is_dir():
+        return tokenizer_from_folder(path)
+    if not path.is_file():
+        raise ModelUnavailable(str(path), "no such file or folder", "check the path")
+    return tokenizer_from_gguf(str(path), GgufFile(path).metadata), [path]
+
+
 def _load_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
     if file.metadata.get("split.count", 0) not in (0, 1):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from equivtest.errors import InvalidSetting
-from equivtest.records import Generation, LawColumns, Request
+from equivtest.records import Generation, LawColumns, Request, SamplingParams
 
 if TYPE_CHECKING:
     from equivtest.decoder.scorer import FinishedSamples, Law
@@ -20,9 +21,59 @@ StagesWrap = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Where an OpenAI-compatible server answers, and how it is asked."""
+
+    spec_off: str | None = None
+    """Address of a server that does not speculate, such as http://localhost:8000; None: it cannot be had now."""
+    spec_on: str | None = None
+    """Address of one that does."""
+    api: str = "completions"
+    """How it is spoken to: completions (OpenAI's), or the own ways of llamacpp or sglang."""
+    served_model: str | None = None
+    """Name under which the server knows the model; None takes the only one that it lists."""
+    tokenizer: str | None = None
+    """What tokenises for a model whose weights are not at hand, named as a model is. Its law is then out of reach."""
+    choices: int = 1
+    """Samples asked for in one request, which share its seed."""
+    concurrency: int = 8
+    """Requests under way at once."""
+    timeout_s: float = 120.0
+    """Longest wait for an answer."""
+    retries: int = 5
+    """How often a request is repeated that got none, or none that can be read."""
+    backoff_s: float = 0.5
+    """Wait before the first repeat, doubled before each further one; a server that names a time is waited for."""
+    seeded: bool = True
+    """Send a seed of its own with every request; otherwise samples come from the server's own stream."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of every request beside ours, or in their place."""
+    forbid_eos: bool = False
+    """Forbid the end of text by a logit bias, in both arms and in the law: for servers that cannot ignore it."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token, and kept nowhere."""
+
+    def __post_init__(self) -> None:
+        for option, low in (("choices", 1), ("concurrency", 1), ("retries", 0), ("timeout_s", 0.001), ("backoff_s", 0)):
+            if not getattr(self, option) >= low:
+                raise InvalidSetting(option, getattr(self, option), f"must be at least {low}")
+        if not (self.spec_off or self.spec_on):
+            raise InvalidSetting("spec_off", None, "the openai engine needs --spec-off URL, --spec-on URL or both")
+        for option in ("spec_off", "spec_on"):
+            url = urlsplit(getattr(self, option) or "http://none")
+            if url.scheme not in ("http", "https") or not url.netloc:
+                raise InvalidSetting(option, getattr(self, option), "must be an address such as http://localhost:8000")
+            if "@" in url.netloc or url.query or url.fragment:
+                # It is not repeated here either: it may hold a secret.
+                raise InvalidSetting(option, "...", "must be a plain address; a key is read from the environment")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What to run and how; passed whole."""
 
+    engine: str = "decoder"
+    """Who generates: decoder (the built-in one), transformers or openai (a server)."""
     model: str = "smollm2-135m"
     """Registered name, hub id, GGUF file or safetensors folder."""
     dtype: str = "auto"
@@ -45,6 +96,8 @@ class EngineOptions:
     """Requests decoded at once; more wait for a free row."""
     threads: int | None = field(default=None)
     """Processor threads; None leaves torch's choice."""
+    server: ServerOptions | None = None
+    """Of the engine openai, and only of it."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -82,8 +135,32 @@ class LawScorer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do. The pipeline asks for these, never for a kind of engine."""
+
+    takes_faults: bool = False
+    """`generate` plants the fault it is given. Elsewhere a bias is planted in the recordings of arm on."""
+    replays: bool = False
+    """A seeded request gives the same text alone, in any batch and in any order."""
+    exact: bool = False
+    """Greedy text is the same with and without speculation, but for a near tie in thousands of tokens: float32."""
+    decodes_plain: bool = True
+    decodes_speculatively: bool = True
+    """Both, but for a server that can be had in one way at a time."""
+
+
 class Engine(Protocol):
     """Generates with and without speculation."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What can be asked of it."""
+        ...
+
+    def refusal(self, params: SamplingParams) -> str | None:
+        """Why requests with these parameters cannot be decoded; None where they can."""
+        ...
 
     def encode_prompt(self, messages: Messages) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the model's answer."""
@@ -109,5 +186,14 @@ class Engine(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """What generates, in enough detail to do it again; values that JSON can hold."""
+        """What generates, in enough detail to do it again; values that JSON can hold. The same in every sitting of a
+        run."""
+        ...
+
+    def notes(self) -> Mapping[str, str]:
+        """What a reader must know of how the samples of this sitting came about so far: a line for each topic."""
+        ...
+
+    def close(self) -> None:
+        """Give back connections and the like; nothing is asked of the engine afterwards."""
         ...

@@ -18,15 +18,18 @@ from equivtest.decoder.hub import resolve_model, shipped_block_drafter
 from equivtest.decoder.model import Model
 from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.weights import Checkpoint, default_dtype, load_checkpoint
-from equivtest.engines.base import EngineOptions, Messages, StagesWrap
+from equivtest.engines.base import Capabilities, EngineOptions, Messages, StagesWrap
 from equivtest.errors import InvalidSetting, KernelUnavailable, UnsupportedModel
 from equivtest.kernels.contract import KernelBackend
 from equivtest.kernels.registry import get_backend, resolve_auto
-from equivtest.records import Generation, Request
+from equivtest.records import Generation, Request, SamplingParams
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_CUDA_SCORER_ROWS = {"max_forward_rows": 16_384, "max_law_rows": 2_048}
+SCORER_ROWS: Mapping[str, Mapping[str, int]] = {
+    "cpu": {},
+    "cuda": {"max_forward_rows": 16_384, "max_law_rows": 2_048},
+}
 """Batches in which a GPU has enough to do; they bound its memory, not the result."""
 
 
@@ -131,6 +134,15 @@ class DecoderEngine:
         """What decodes."""
         return self._executor.model
 
+    @property
+    def capabilities(self) -> Capabilities:
+        # In bfloat16 near ties fall differently in batches of another shape, and many texts change.
+        exact = self._description["dtype"] == "float32"
+        return Capabilities(takes_faults=True, replays=exact, exact=exact)
+
+    def refusal(self, params: SamplingParams) -> str | None:
+        return None  # what the kernels cannot represent is decoded plain
+
     def encode_prompt(self, messages: Messages) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode_chat(messages))
 
@@ -159,12 +171,18 @@ class DecoderEngine:
                 self._executor.plain_backend,
                 draft_model=drafter.model if isinstance(drafter, ModelDrafter) else None,
                 eos_token_ids=self._executor.eos_token_ids,
-                **(_CUDA_SCORER_ROWS if model.device.type == "cuda" else {}),
+                **SCORER_ROWS[model.device.type],
             )
         return self._scorer
 
     def describe(self) -> Mapping[str, Any]:
         return dict(self._description)
+
+    def notes(self) -> Mapping[str, str]:
+        return {}
+
+    def close(self) -> None:
+        pass
 
 
 def _draft_model(options: EngineOptions) -> str | None:

@@ -26,12 +26,13 @@ from equivtest.pipeline.families import (
 from equivtest.pipeline.frames import cells_frame, quantiles_frame
 from equivtest.pipeline.law_on_arms import LawOnArms
 from equivtest.pipeline.live_evidence import ALTERNATIVES_FILE, IDENTITY_FILE, Lines, kept_lines
+from equivtest.pipeline.manifest import Manifest
 from equivtest.pipeline.side_by_side import side_by_side
 from equivtest.pipeline.watch import progress_line, watch_evidence, watch_finding
 from equivtest.protocol.budgets import BUDGETS
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.plan import Protocol
-from equivtest.records import Arm, Comparison, Evidence, Word
+from equivtest.records import Arm, Comparison, Evidence, Origin, Word
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_samples
 from equivtest.stats.marginal import MarginalResult, choose_permutations
 from equivtest.verdict.decide import decide, standing
@@ -105,7 +106,7 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
         configs=configs,
         planted_fault=protocol.planted_words,
         confirm=options.confirm,
-        caveats=tuple(_caveats(protocol, law)),
+        caveats=tuple(_caveats(run_dir, protocol, law)),
         refusals=tuple(refusals),
         diagnosis=_diagnosis(
             protocol, judged, law.evidence, joint_off_on, options, identity, kept_lines(run_dir / ALTERNATIVES_FILE)
@@ -216,15 +217,16 @@ def _unsettled(
         f"{facts.config}: {error}"
         for facts in configs
         for error in left_out.get(facts.config, ())
-        if facts.must_show_teeth and error.test.startswith("law/bias (")
+        if facts.must_show_teeth and not facts.recorded and error.test.startswith("law/bias (")
     )
 
 
-def _caveats(protocol: Protocol, law: LawOnArms) -> Iterator[str]:
+def _caveats(run_dir: Path, protocol: Protocol, law: LawOnArms) -> Iterator[str]:
     """What a reader must know whatever was found."""
     budget = BUDGETS.get(protocol.budget)
     if budget and budget.caveat:
         yield budget.caveat
+    yield from Manifest.read(run_dir).notes.values()
     if law.watches:
         yield progress_line(law.watches, protocol, budget.num_seeds if budget else protocol.num_seeds)
 
@@ -249,12 +251,14 @@ def _config_facts(protocol: Protocol, config: str, samples: pa.Table, by_slot: p
     routes = first_tokens["route"].cast(pa.string()).to_pandas().value_counts()
     plain = {str(route): int(count) for route, count in routes.items() if str(route).startswith("plain")}
     drafts = by_slot[(by_slot["arm"] == Arm.ON) & (by_slot["config"] == config)]
+    silent = pa.compute.and_(pa.compute.equal(own["origin"], str(Origin.UNKNOWN)), pa.compute.equal(own["arm"], Arm.ON))
     rows = len(protocol.prompts) * protocol.num_seeds * protocol.num_positions
     return ConfigFacts(
         config=config,
         rows_expected={arm: rows for arm in Arm},
         rows_found={arm: int(found.get(str(arm), 0)) for arm in Arm},
         greedy=CONFIGS[config].greedy,
+        recorded=bool(pa.compute.any(silent).as_py()),
         num_samples=len(first_tokens),
         num_spec_samples=len(first_tokens) - sum(plain.values()),
         num_drafted=int(drafts["reached"].sum()),

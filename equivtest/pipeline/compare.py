@@ -16,7 +16,9 @@ from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.families import generator, joint_results, judge_cells
 from equivtest.pipeline.frames import cells_frame
 from equivtest.pipeline.manifest import FILE_NAME
+from equivtest.protocol.plan import likeliest_token_words
 from equivtest.records import Arm, Comparison
+from equivtest.samples.planted import plant_likeliest
 from equivtest.samples.recorded import CellFamily, RecordedSamples, read_recorded
 from equivtest.verdict.decide import decide
 from equivtest.verdict.facts import ConfigFacts, Finding, RunFacts
@@ -40,8 +42,7 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
     """Judge recordings of two arms; there are no fresh seeds, so a flag counts at once.
 
     The controls come from the recordings: A/A compares the first half of `on`'s seeds with the second; the planted
-    fault puts the cell's most frequent token in place of each of its tokens with probability `epsilon`, which is what
-    an acceptance test that accepts too much does when the drafts are good.
+    fault is `plant_likeliest` of size `epsilon`.
     Raises UsageError when the files hold no common prompts or different ones, and what `read_recorded` raises.
     """
     if not 0 < epsilon <= 1:
@@ -72,7 +73,7 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
         ),
         Comparison.OFF_BIASED: (
             off_tokens,
-            {family: _plant(grid, epsilon, rng) for family, grid in on_tokens.items()},
+            {family: plant_likeliest(grid, epsilon, rng) for family, grid in on_tokens.items()},
         ),
     }
     findings: list[Finding] = []
@@ -85,7 +86,7 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
         frames.append(cells_frame(comparison, cells, result))
     facts = RunFacts(
         configs=tuple(_facts(config, off_tokens, on_tokens) for config in dict.fromkeys(f.config for f in on_tokens)),
-        planted_fault=f"bias of {epsilon:.2f} towards the likeliest token",
+        planted_fault=likeliest_token_words(epsilon),
         confirm=False,
     )
     return ComparisonResult(verdict=decide(facts, findings), cells=pd.concat(frames, ignore_index=True))
@@ -126,12 +127,3 @@ def _filled_up(samples: RecordedSamples, other: Grids) -> Grids:
 def _columns(tokens: Grids) -> list[Tokens]:
     """One array [num_seeds] per cell, in the order of `_cells`."""
     return [column for grid in tokens.values() for column in np.ascontiguousarray(grid.T)]
-
-
-def _plant(grid: Tokens, epsilon: float, rng: np.random.Generator) -> Tokens:
-    """Each position's most frequent token in place of its tokens, with probability epsilon."""
-    planted = grid.copy()
-    for position, column in enumerate(grid.T):
-        values, counts = np.unique(column, return_counts=True)
-        planted[rng.random(len(column)) < epsilon, position] = values[counts.argmax()]
-    return planted

@@ -11,11 +11,12 @@ import torch
 
 from equivtest.decoder.hub import NAMES, cached_model
 from equivtest.decoder.weights import default_dtype
+from equivtest.engines.registry import ENGINES, EngineKind, installed_version, missing_packages
 from equivtest.errors import EquivtestError, KernelUnavailable
 from equivtest.kernels.registry import get_backend, known_backends, resolve_auto
 from equivtest.pipeline.manifest import describe_code, describe_machine
 
-_PACKAGES = ("torch", "numpy", "scipy", "pyarrow", "tokenizers", "gguf", "transformers")
+_PACKAGES = ("torch", "numpy", "scipy", "pyarrow", "tokenizers", "gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def examine() -> list[Check]:
         checks.append(Check(name="kernels auto", ok=True, finding=name))
     except KernelUnavailable as error:
         checks.append(Check(name="kernels auto", ok=False, finding=error.reason))
+    checks += [_engine(name, kind) for name, kind in ENGINES.items()]
     checks += [_model(name) for name in NAMES]
     return checks
 
@@ -63,9 +65,14 @@ def _package(name: str) -> Check:
     try:
         return Check(name=name, ok=True, finding=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        optional = name == "transformers"
-        remedy = "only for `bench decode`: pip install 'equivtest[test]'" if optional else f"pip install {name}"
-        return Check(name=name, ok=False, finding=f"not installed; {remedy}", required=not optional)
+        return Check(name=name, ok=False, finding=f"not installed; pip install {name}")
+
+
+def _engine(name: str, kind: EngineKind) -> Check:
+    missing = missing_packages(kind)
+    versions = ", ".join(f"{package} {installed_version(package)}" for package in kind.packages)
+    finding = missing or f"{kind.words}{f' ({versions})' if versions else ''}"
+    return Check(name=f"engine {name}", ok=missing is None, finding=finding, required=False)
 
 
 def _backend(name: str) -> Check:

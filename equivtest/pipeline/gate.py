@@ -75,10 +75,11 @@ def _not_finished(run_dir: Path, manifest: Manifest) -> str | None:
     shards = [shard for batch in protocol.batches() for shard in batch]
     bad = [shard for shard in shards if not shard_is_done(run_dir, shard, protocol.num_positions)]
     if not bad and manifest.options.get("law"):
-        bad = [shard for shard in shards if not law_shard_is_done(run_dir, shard, protocol.num_positions)]
+        scored = [shard for shard in shards if shard.arm in protocol.law_arms]
+        bad = [shard for shard in scored if not law_shard_is_done(run_dir, shard, protocol.num_positions)]
         if bad:
             first = shard_path(run_dir, bad[0], kind="law")
-            return f"{len(bad)} of {len(shards)} files of law columns are gone or damaged, the first is {first}"
+            return f"{len(bad)} of {len(scored)} files of law columns are gone or damaged, the first is {first}"
     if bad:
         first = shard_path(run_dir, bad[0])
         return f"{len(bad)} of {len(shards)} files of samples are gone or damaged, the first is {first}"

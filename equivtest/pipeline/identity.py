@@ -25,34 +25,34 @@ _NUM_ALONE = 3
 _SMALL_BATCH = 4
 
 
-def can_repeat(engine: Engine) -> bool:
-    """Whether the checks say anything of an engine: it must replay a seed, and in float32. In bfloat16 near ties fall
-    differently in batches of another shape, and many texts change in a correct decoder."""
-    described = engine.describe()
-    return described.get("engine") == "decoder" and described.get("dtype") == "float32"
-
-
 def identity_evidence(
-    engine: Engine, protocol: Protocol, config: str, fault: StagesWrap | None = None
+    engine: Engine,
+    protocol: Protocol,
+    config: str,
+    fault: StagesWrap | None = None,
+    *,
+    replay: bool = True,
+    greedy: bool = True,
 ) -> tuple[Evidence, ...]:
-    """Every check on one config; lines `replay`, `greedy` and, where drafts are sampled, `drafts`.
+    """The checks on one config; lines `replay`, `greedy` and, where drafts are sampled and can be audited, `drafts`.
 
-    For engines that `can_repeat`. fault: wraps the stages of the speculative decoder; plain decoding, which greedy text
-    is compared with, stays as it is.
+    fault: wraps the stages of the speculative decoder; plain decoding, which greedy text is compared with, stays as it
+    is. replay, greedy: whether the engine's capabilities promise what these two check.
     """
     prompts = [engine.encode_prompt(prompt.conversation) for prompt in protocol.prompts]
-    audit = DraftAudit()
+    audit, can_audit = DraftAudit(), engine.capabilities.takes_faults
 
     def wrapped(stages: Any) -> Any:
         return audit(stages if fault is None else fault(stages))
 
     def decode(requests: Sequence[Request], *, speculative: bool = True) -> list[Generation]:
-        return engine.generate(requests, speculative=speculative, fault=wrapped if speculative else None)
+        return engine.generate(requests, speculative=speculative, fault=wrapped if speculative and can_audit else None)
 
-    lines = [
-        _replay(decode, protocol, config, prompts),
-        _greedy(decode, protocol, config, prompts),
-    ]
+    lines: list[Evidence] = []
+    if replay:
+        lines.append(_replay(decode, protocol, config, prompts))
+    if greedy:
+        lines.append(_greedy(decode, protocol, config, prompts))
     if audit.num_drafts:
         lines.append(
             same(

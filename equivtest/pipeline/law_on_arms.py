@@ -68,7 +68,7 @@ class LawOnArms:
         def of_law(arm: Arm, config: str) -> LawResult:
             return samples.law(scored[arm, config], f"{arm} / {config}")
 
-        for arm in Arm:
+        for arm in protocol.law_arms:
             try:
                 read = side_by_side(partial(samples.scored, arm), protocol.configs)
                 scored |= {(arm, config): tokens for config, tokens in zip(protocol.configs, read, strict=True)}

@@ -68,6 +68,8 @@ class Manifest:
     """Length of each prompt in tokens."""
     used_seeds: int | None = None
     """Seeds after which a sequential run stopped, or so far; None for a run that collects what its protocol says."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What the engine said of how the samples came about, by topic."""
     error: str | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -87,6 +89,10 @@ class Manifest:
             arm_seconds={**self.arm_seconds, arm: round(self.arm_seconds.get(arm, 0.0) + seconds, 3)},
             arm_tokens={**self.arm_tokens, arm: self.arm_tokens.get(arm, 0) + tokens},
         )
+
+    def with_notes(self, notes: Mapping[str, str]) -> Manifest:
+        """The manifest with these in place of older ones on their topics."""
+        return dataclasses.replace(self, notes={**self.notes, **notes})
 
     def add_score_time(self, arm: str, seconds: float) -> Manifest:
         spent = round(self.score_seconds.get(arm, 0.0) + seconds, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from equivtest.engines.base import Engine
 from equivtest.engines.base import EngineOptions as EngineOptions
-from equivtest.errors import InvalidSetting, InvalidShard, RunExists, RunNotFound
+from equivtest.engines.base import ServerOptions as ServerOptions
+from equivtest.errors import ArmsToCome, InvalidSetting, InvalidShard, RunExists, RunNotFound
 from equivtest.files import sole_writer
 from equivtest.pipeline.analyse import Analysis, analyse, check_resolution
 from equivtest.pipeline.analysis_options import AnalysisOptions
@@ -31,7 +33,7 @@ from equivtest.pipeline.progress import Listener, Silent
 from equivtest.pipeline.publish import publish
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS, resolve_configs
-from equivtest.protocol.plan import INFLATED_ACCEPTANCE, Batch, Protocol
+from equivtest.protocol.plan import INFLATED_ACCEPTANCE, LIKELIEST_TOKEN, Batch, Protocol
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Arm, Word
 from equivtest.report.data import ReportData
@@ -48,8 +50,9 @@ class RunOptions:
     prompts: str = "default"
     epsilon: float | None = None
     """Acceptance bias of the biased arm; None takes the budget's."""
-    planted: str = INFLATED_ACCEPTANCE
-    """Fault of the biased arm."""
+    planted: str | None = None
+    """Fault of the biased arm; None: `plan.INFLATED_ACCEPTANCE`, or `plan.LIKELIEST_TOKEN` for an engine that no fault
+    can be put into."""
     run_seed: int = 0
     engine: EngineOptions
     analysis: AnalysisOptions
@@ -75,8 +78,8 @@ class RunResult:
 def run(options: RunOptions, listener: Listener | None = None, engine: Engine | None = None) -> RunResult:
     """Run the protocol and publish its report.
 
-    engine: default the built-in decoder that `options.engine` describes. Raises EquivtestError; an interrupt or an
-    error leaves a folder that can be resumed.
+    engine: default what `options.engine` describes. Raises EquivtestError; an interrupt or an error leaves a folder
+    that can be resumed.
     """
     listener = listener or Silent()
     protocol = Protocol.build(
@@ -84,45 +87,71 @@ def run(options: RunOptions, listener: Listener | None = None, engine: Engine | 
         resolve_configs(options.configs),
         get_budget(options.budget),
         epsilon=options.epsilon,
-        planted=options.planted,
+        planted=options.planted or INFLATED_ACCEPTANCE,
         run_seed=options.run_seed,
         sequential=options.sequential,
     )
     if options.sequential and not options.analysis.law:
         raise InvalidSetting("sequential", True, "watches tokens against the target's law: not with --no-law")
     # Torch loads only when a run really starts: reports are recomputed on machines without it.
-    from equivtest.engines.decoder import DecoderEngine
+    from equivtest.engines.registry import check_engine, open_engine
     from equivtest.faults import get_fault
 
-    get_fault(protocol.planted, **protocol.planted_parameters)  # an unknown name is said before anything slow
+    # What is wrong with the request is said before anything slow.
+    if protocol.planted != LIKELIEST_TOKEN:
+        get_fault(protocol.planted, **protocol.planted_parameters)
+    check_engine(options.engine)
 
     run_dir = _choose_run_dir(options)
     check_resolution(options.analysis, protocol)
-    engine = engine or DecoderEngine.open(_engine_options(options, protocol), on_message=listener.message)
-    with sole_writer(run_dir):
+    with contextlib.ExitStack() as opened:
+        if engine is None:
+            engine = open_engine(_engine_options(options, protocol), on_message=listener.message)
+            opened.callback(engine.close)
+        protocol = _plantable(options, protocol, engine)
+        for config in protocol.configs:
+            if reason := engine.refusal(CONFIGS[config]):
+                raise InvalidSetting("config", config, reason)
+        opened.enter_context(sole_writer(run_dir))
         return _run(options, protocol, engine, run_dir, listener)
+
+
+def _plantable(options: RunOptions, protocol: Protocol, engine: Engine) -> Protocol:
+    """The protocol with a fault that can be planted for the engine."""
+    if engine.capabilities.takes_faults or protocol.planted == LIKELIEST_TOKEN:
+        return protocol
+    if options.planted is not None:
+        requirement = f"no fault can be put into this engine; its recordings take {LIKELIEST_TOKEN}"
+        raise InvalidSetting("plant", options.planted, requirement)
+    return dataclasses.replace(protocol, planted=LIKELIEST_TOKEN)
 
 
 def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path, listener: Listener) -> RunResult:
     from equivtest.pipeline.alternatives import alternative_evidence
     from equivtest.pipeline.collect import collect
-    from equivtest.pipeline.identity import can_repeat, identity_evidence
+    from equivtest.pipeline.identity import identity_evidence
     from equivtest.pipeline.score import score
 
     if protocol.sequential and engine.scorer() is None:
         raise InvalidSetting("sequential", True, "watches tokens against the target's law, which this engine lacks")
     manifest = _open_run(options, protocol, engine, run_dir)
+    can = engine.capabilities
     judging = AnalysisOptions(**manifest.options)
     listener.message(f"run folder: {run_dir}")
 
     def gather(manifest: Manifest, batches: Sequence[Batch], label: str, *, scored: bool) -> Manifest:
         manifest = collect(run_dir, protocol, manifest, engine, batches, listener, label)
-        return score(run_dir, protocol, manifest, engine, batches, listener, "scoring") if scored else manifest
+        of_law = [batch for batch in batches if batch[0].arm in protocol.law_arms] if scored else []
+        return score(run_dir, protocol, manifest, engine, of_law, listener, "scoring") if of_law else manifest
 
     try:
-        if can_repeat(engine) and not (run_dir / IDENTITY_FILE).exists():
-            listener.message("repeating requests: replay, greedy identity")
-            lines = {config: identity_evidence(engine, protocol, config) for config in protocol.configs}
+        if (can.replays or can.exact) and not (run_dir / IDENTITY_FILE).exists():
+            checks = (["replay"] if can.replays else []) + (["greedy identity"] if can.exact else [])
+            listener.message(f"repeating requests: {', '.join(checks)}")
+            lines = {
+                config: identity_evidence(engine, protocol, config, replay=can.replays, greedy=can.exact)
+                for config in protocol.configs
+            }
             keep_lines(run_dir / IDENTITY_FILE, lines)
         looks: list[Analysis] = []
         for num_seeds, batches in protocol.rounds():
@@ -153,6 +182,8 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
         Manifest.read(run_dir).with_status(Status.CANCELLED).write(run_dir)
         listener.message(f"stopped; what was collected is kept. To continue: {resume_command(command_line(), run_dir)}")
         raise
+    except ArmsToCome:
+        raise  # nothing went wrong: the run is still under way
     except Exception as error:
         listener.finish()
         Manifest.read(run_dir).with_status(Status.ERROR, error=f"{type(error).__name__}: {error}").write(run_dir)

@@ -23,7 +23,12 @@ CONFIRMATION_FACTOR = 4
 """Stage 2 draws this many times the seeds of stage 1, all fresh."""
 
 INFLATED_ACCEPTANCE = "inflated_acceptance"
-"""The fault that a run plants unless it is asked for another."""
+"""The fault that a run plants in a decoder unless it is asked for another."""
+
+LIKELIEST_TOKEN = "likeliest_token"
+"""What is planted for engines that no fault can be put into: a copy of arm on in which each token gives way to the most
+frequent one of its cell with probability epsilon. What follows it was not written after it, so that such texts are
+compared token by token and as a whole, and never held against a law."""
 
 _FILTERS = ("temperature", "top_k", "top_p", "min_p")
 
@@ -44,7 +49,7 @@ class Protocol:
     num_seeds: int
     epsilon: float
     planted: str = INFLATED_ACCEPTANCE
-    """Name of the fault of the biased arm; `epsilon` is the size of this one."""
+    """Name of the fault of the biased arm; `epsilon` is the size of this one and of `LIKELIEST_TOKEN`."""
     run_seed: int = 0
     sequential: bool = False
     """Collect in rounds of a few seeds of every arm, so that collecting can stop as soon as the answer is known."""
@@ -117,11 +122,20 @@ class Protocol:
     @property
     def planted_words(self) -> str:
         """The planted fault for people."""
-        return f"acceptance bias of {self.epsilon:.2f}" if self.planted == INFLATED_ACCEPTANCE else self.planted
+        sized = {
+            INFLATED_ACCEPTANCE: f"acceptance bias of {self.epsilon:.2f}",
+            LIKELIEST_TOKEN: likeliest_token_words(self.epsilon),
+        }
+        return sized.get(self.planted, self.planted)
 
     @property
     def planted_parameters(self) -> dict[str, float]:
         return {"epsilon": self.epsilon} if self.planted == INFLATED_ACCEPTANCE else {}
+
+    @property
+    def law_arms(self) -> tuple[Arm, ...]:
+        """The arms whose texts a decoder wrote, and that can be held against a law."""
+        return tuple(arm for arm in Arm if arm is not Arm.BIASED or self.planted != LIKELIEST_TOKEN)
 
     @property
     def confirmation_seeds(self) -> tuple[int, int]:
@@ -190,6 +204,11 @@ def fingerprint(protocol: Protocol, subject: Mapping[str, Any]) -> str:
     question = {"protocol": protocol.to_dict(), "configs": list(protocol.configs), "subject": subject}
     content = json.dumps(question, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def likeliest_token_words(epsilon: float) -> str:
+    """`LIKELIEST_TOKEN` for people."""
+    return f"bias of {epsilon:.2f} towards the likeliest token"
 
 
 def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:

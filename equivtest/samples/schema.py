@@ -25,9 +25,10 @@ COLUMN_DOCS: Mapping[str, str] = MappingProxyType(
         "seed": "replicate number of the sample within (arm, config, prompt_id)",
         "position": "index of the generated token, 0 for the first token after the prompt",
         "token_id": "the token put out",
-        "origin": "accepted, recovered, bonus or plain: how the token came to be put out; ended: the text had stopped",
-        "slot": "index in the draft block: 0..num_draft-1, num_draft for bonus, -1 for plain and ended",
-        "draft_token_id": "the draft offered at this position; null for bonus, plain and ended",
+        "origin": "accepted, recovered, bonus or plain: how the token came to be put out; ended: the text had stopped; "
+        "unknown: the engine does not say",
+        "slot": "index in the draft block: 0..num_draft-1, num_draft for bonus, -1 for plain, ended and unknown",
+        "draft_token_id": "the draft offered at this position; null for bonus, plain, ended and unknown",
         "step": "index of the batch step that put the token out",
         "batch_row": "row of the request in the batch at that step",
         "num_draft": "drafts offered to the request at that step",

@@ -132,10 +132,10 @@ class _Rows:
 
     def broken_claims(self, key: ShardKey) -> Iterator[tuple[str, BoolArray]]:
         """Each claim a valid shard keeps, in the words of its violation, and the rows that break it."""
-        accepted, recovered, bonus, plain, ended = (self._is(origin) for origin in Origin)
+        accepted, recovered, bonus, plain, ended, unknown = (self._is(origin) for origin in Origin)
         speculated = accepted | recovered | bonus
         in_block = (self.slot >= 0) & (self.slot < self.num_draft)
-        yield "unknown origin", ~(speculated | plain | ended)
+        yield "unknown origin", ~(speculated | plain | ended | unknown)
         for name in ("token_id", "step", "batch_row", "num_draft"):
             yield f"negative {name}", getattr(self, name) < 0
         yield "negative draft_token_id", self.has_draft & (self.draft_token_id < 0)
@@ -147,12 +147,10 @@ class _Rows:
         yield "bonus with a draft token", bonus & self.has_draft
         yield "bonus, but slot is not num_draft", bonus & (self.slot != self.num_draft)
         yield "bonus without any draft; such a token is plain", bonus & (self.num_draft == 0)
-        yield "plain with a draft token", plain & self.has_draft
-        yield "plain, but slot is not -1", plain & (self.slot != -1)
-        yield "plain, but num_draft is not 0", plain & (self.num_draft != 0)
-        yield "ended with a draft token", ended & self.has_draft
-        yield "ended, but slot is not -1", ended & (self.slot != -1)
-        yield "ended, but num_draft is not 0", ended & (self.num_draft != 0)
+        for origin, rows in (("plain", plain), ("ended", ended), ("unknown", unknown)):
+            yield f"{origin} with a draft token", rows & self.has_draft
+            yield f"{origin}, but slot is not -1", rows & (self.slot != -1)
+            yield f"{origin}, but num_draft is not 0", rows & (self.num_draft != 0)
         yield "ended with a log-probability", ended & self.has_logprob
         yield "ended before the first token", ended & (self.position == 0)
         yield "ended, but token_id differs from the one before", ended & (self.token_id != np.roll(self.token_id, 1))

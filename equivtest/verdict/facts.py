@@ -88,7 +88,7 @@ class ConfigFacts:
         Not where no draft was offered or every draft was accepted (there is nothing to inflate), and not under greedy
         decoding, whose constant cells are a test of identity rather than of a law.
         """
-        return self.recorded or (self.speculated and self.num_accepted < self.num_drafted and not self.greedy)
+        return not self.greedy and (self.recorded or self.num_accepted < self.num_drafted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from equivtest.cli import main as cli_main
-from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS
+from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS, SERVER_FIELDS
 from equivtest.cli.run import command as run_command
-from equivtest.engines.base import EngineOptions
+from equivtest.engines.base import EngineOptions, ServerOptions
 from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.run import RunOptions, run
 from tests.pipeline.fake_engine import FakeEngine
@@ -76,6 +76,12 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
         (("run", "--prompts", "nothing"), "known: default"),
         (("run", "--kernels", "cudnn"), "known: cpp, cuda, flashinfer, reference"),
         (("run", "--drafter", "oracle"), "known: dflash, early_exit, model, ngram, sampled_exit, self"),
+        (("run", "--engine", "oracle"), "known: decoder, openai, transformers"),
+        (("run", "--engine", "openai"), "needs --spec-off URL"),
+        (("run", "--engine", "openai", "--spec-off", "http://h", "--api", "ollama"), "known: completions, llamacpp"),
+        (("run", "--engine", "transformers", "--kernels", "cpp"), "is no option of the engine transformers"),
+        (("run", "--spec-on", "http://h"), "is no option of the engine decoder"),
+        (("run", "--extra-body", "[1]"), "must be a JSON object"),
         (("run", "--epsilon", "2"), "at most 1"),
         (("run", "--plant", "nothing"), "known: accept_all, adaptive_length,"),
         (("run", "--statistic", "t"), "chi2"),
@@ -280,6 +286,7 @@ def test_doctor_names_every_backend(equivtest) -> None:
     assert checks["kernels reference"]["ok"]
     assert checks["kernels cpp"]["ok"]
     assert {"kernels cuda", "kernels flashinfer"} <= set(checks)
+    assert {f"engine {name}" for name in ("decoder", "transformers", "openai")} <= set(checks)
 
 
 def test_doctor_prints_a_remedy_that_can_be_pasted(equivtest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +297,8 @@ def test_doctor_prints_a_remedy_that_can_be_pasted(equivtest, monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = equivtest("doctor")
     assert code == 4
-    assert "pip install 'equivtest[test]'" in out
+    assert "pip install 'equivtest[transformers]'" in out
+    assert "pip install 'equivtest[server]'" in out
 
 
 def test_doctor_exits_4_when_a_requirement_is_missing(equivtest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,5 +311,10 @@ def test_doctor_exits_4_when_a_requirement_is_missing(equivtest, monkeypatch: py
 def test_the_command_line_has_the_defaults_of_the_library() -> None:
     context = click.Context(run_command)
     defaults = {param.name: param.get_default(context) for param in run_command.params}
-    for record, fields in ((EngineOptions(), ENGINE_FIELDS), (AnalysisOptions(), (*ANALYSIS_FIELDS, "confirm"))):
+    assert defaults["extra_body"] == "{}"  # as it is typed
+    for record, fields in (
+        (EngineOptions(), (*ENGINE_FIELDS, "engine")),
+        (AnalysisOptions(), (*ANALYSIS_FIELDS, "confirm")),
+        (ServerOptions(spec_on="http://h"), [f for f in SERVER_FIELDS if f not in ("spec_on", "extra_body")]),
+    ):
         assert {field: defaults[field] for field in fields} == {field: getattr(record, field) for field in fields}

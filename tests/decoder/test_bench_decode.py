@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from equivtest.bench import decode
-from equivtest.bench.decode import bench_decode, transformers_model
+from equivtest.bench.decode import bench_decode
 from equivtest.decoder.kv_cache import PagedKVCache
+from equivtest.decoder.transformers_model import transformers_model
 from equivtest.errors import InvalidSetting, UsageError
 from tests.decoder.gguf_files import write_gguf
 from tests.decoder.tiny_models import tiny_checkpoint, tiny_config

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from equivtest.bench.decode import transformers_model
 from equivtest.decoder.drafters.registry import DrafterContext, make_drafter
 from equivtest.decoder.executor import Executor
 from equivtest.decoder.model import Model
+from equivtest.decoder.transformers_model import transformers_model
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Origin, Request, SamplingParams
 from equivtest.resources import resource_dir

@@ -15,10 +15,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from equivtest.bench.decode import transformers_model
 from equivtest.decoder.config import ModelConfig, config_from_hf
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
+from equivtest.decoder.transformers_model import transformers_model
 from equivtest.kernels.registry import get_backend
 from tests.decoder.tiny_models import tiny_checkpoint, tiny_weights
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from equivtest.decoder.scorer import RIGHT, FinishedSamples, Law, Reading
+from equivtest.engines.base import Capabilities
 from equivtest.records import SPEC, Generation, LawColumns, Origin, Request, Route, SamplingParams
 from equivtest.rng import Purpose, uniforms
 
@@ -35,7 +36,10 @@ class FakeEngine:
         logprob_error: float = 0.0,
         reports: bool = True,
         dtype: str | None = None,
+        capabilities: Capabilities | None = None,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
+        self.capabilities, self.said = capabilities or Capabilities(takes_faults=True), notes or {}
         self.on_epsilon, self.biased_epsilon = on_epsilon, biased_epsilon
         self.drift, self.speculates = drift, speculates
         self.runs_on, self.ends_after, self.logprob_error = runs_on, ends_after, logprob_error
@@ -55,6 +59,15 @@ class FakeEngine:
 
     def scorer(self) -> "FakeScorer | None":
         return self._scorer
+
+    def refusal(self, params: SamplingParams) -> str | None:
+        return None
+
+    def notes(self) -> Mapping[str, str]:
+        return self.said
+
+    def close(self) -> None:
+        pass
 
     def generate(
         self,

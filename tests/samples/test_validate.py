@@ -111,6 +111,14 @@ FAULTS: dict[str, tuple[str, Callable[[pa.Table], pa.Table]]] = {
     "ended, draft": ("ended with a draft token", with_value("draft_token_id", 5, origin=Origin.ENDED)),
     "ended, slot": ("ended, but slot is not -1", with_value("slot", 0, origin=Origin.ENDED)),
     "ended, num_draft": ("ended, but num_draft is not 0", with_value("num_draft", 3, origin=Origin.ENDED)),
+    "unknown, slot": (
+        "unknown, but slot is not -1: 1 rows, first at seed 5, position 0",
+        with_row(NUM_POSITIONS, origin="unknown", slot=0, draft_token_id=None, num_draft=0),
+    ),
+    "unknown, num_draft": (
+        "unknown, but num_draft is not 0",
+        with_row(NUM_POSITIONS, origin="unknown", slot=-1, draft_token_id=None, num_draft=2),
+    ),
     "ended, logprob": ("ended with a log-probability", with_value("logprob", -0.5, origin=Origin.ENDED)),
     "ended, other token": ("ended, but token_id differs", with_value("token_id", 49_000, origin=Origin.ENDED)),
     "ended at once": (
@@ -200,5 +208,5 @@ def test_an_absent_shard_is_named(tmp_path: Path) -> None:
 
 
 def test_origins_of_the_fixture_cover_all(table: pa.Table) -> None:
-    assert set(table.column("origin").to_pylist()) == {str(origin) for origin in Origin}
+    assert set(table.column("origin").to_pylist()) == {str(origin) for origin in Origin} - {"unknown"}
     assert np.array(table.column("slot")).max() > 1
