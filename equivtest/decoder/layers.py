@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equivtest.decoder.config import ModelConfig
 from equivtest.errors import UnsupportedModel
-from equivtest.kernels.contract import AttentionPlan, KernelBackend, LayerOps
+from equivtest.kernels.contract import AttentionPlan, KernelBackend, LayerOps, Residual
 
 
 class WeightTaker:
@@ -54,20 +54,19 @@ class LayerStack:
     def run(
         self,
         index: int,
-        hidden: Tensor,  # [num_rows, hidden_size]; may be written into
+        hidden: Residual,  # of num_rows rows; may be written to
         slots: Tensor,  # int64 [num_rows], see RaggedBatch
         positions: Tensor,  # int64 [num_rows]
         plan: AttentionPlan,
         pages: Tensor,  # of this layer, [num_pages, 2, page_size, num_kv_heads, head_dim]
-    ) -> Tensor:
-        """What layer `index` makes of the rows, [num_rows, hidden_size]; writes their keys and values."""
+    ) -> Residual:
+        """What layer `index` makes of the rows; writes their keys and values."""
         layer, ops, eps = self._layers[index], self._backend.layers, self.config.rms_norm_eps
-        heads = ops.normed_linear(hidden, layer.attention_norm, eps, layer.query_key_value)
-        heads = heads.view(len(hidden), -1, self.config.head_dim)
+        heads = ops.normed_linear(hidden, eps, layer.query_key_value).view(len(slots), -1, self.config.head_dim)
         query = ops.rotate_and_store(heads, self.rotary, positions, layer.query_key_norm, eps, pages, slots)
         attended = self._backend.paged_attention(query, pages, plan)
         hidden = ops.add_linear(hidden, attended.flatten(1), layer.output)
-        gated = ops.normed_gate(hidden, layer.mlp_norm, eps, layer.gate_up)
+        gated = ops.normed_gate(hidden, eps, layer.gate_up)
         return ops.add_linear(hidden, gated, layer.down)
 
 
@@ -78,12 +77,10 @@ class _Layer:
     Matrices are as `LayerOps.linear` made them.
     """
 
-    attention_norm: Tensor  # [hidden_size]
-    query_key_value: Any  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    query_key_value: Any  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], of a norm's output
     query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
     output: Any  # [hidden_size, num_heads * head_dim]
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: Any  # [2 * intermediate_size, hidden_size]
+    gate_up: Any  # [2 * intermediate_size, hidden_size], of a norm's output
     down: Any  # [hidden_size, intermediate_size]
 
 
@@ -107,7 +104,6 @@ def _layer(config: ModelConfig, taker: WeightTaker, ops: LayerOps, prefix: str) 
         key = taker.take(f"{prefix}.self_attn.k_norm.weight", (dim,))
         query_key_norm = torch.cat((query.expand(heads, dim), key.expand(kv_heads, dim)))
     return _Layer(
-        attention_norm=taker.take(f"{prefix}.input_layernorm.weight", (hidden,)),
         query_key_value=ops.linear(
             torch.cat(
                 (
@@ -115,18 +111,19 @@ def _layer(config: ModelConfig, taker: WeightTaker, ops: LayerOps, prefix: str) 
                     taker.take(f"{prefix}.self_attn.k_proj.weight", (kv_heads * dim, hidden)),
                     taker.take(f"{prefix}.self_attn.v_proj.weight", (kv_heads * dim, hidden)),
                 )
-            )
+            ),
+            taker.take(f"{prefix}.input_layernorm.weight", (hidden,)),
         ),
         query_key_norm=query_key_norm,
         output=ops.linear(taker.take(f"{prefix}.self_attn.o_proj.weight", (hidden, heads * dim))),
-        mlp_norm=taker.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         gate_up=ops.linear(
             torch.cat(
                 (
                     taker.take(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
                     taker.take(f"{prefix}.mlp.up_proj.weight", (inner, hidden)),
                 )
-            )
+            ),
+            taker.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         ),
         down=ops.linear(taker.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
     )

@@ -20,7 +20,7 @@ from equivtest.decoder.graphs import MAX_GRAPH_ROWS, StepGraphs
 from equivtest.decoder.kv_cache import IntArray, PagedKVCache, RaggedBatch
 from equivtest.decoder.layers import LayerStack, WeightTaker
 from equivtest.errors import InvalidSetting
-from equivtest.kernels.contract import AttentionPlan, AttentionShape, KernelBackend
+from equivtest.kernels.contract import AttentionPlan, AttentionShape, KernelBackend, Residual
 
 
 class Model:
@@ -154,19 +154,20 @@ class Model:
         *,
         num_layers: int | None = None,
         follower: Follower | None = None,
-    ) -> Tensor:
+    ) -> Residual:
         """Hidden states before the final norm, [num_rows, hidden_size].
 
         Device work alone, so that a graph can hold it.
         """
         depth = self.config.num_layers if num_layers is None else num_layers
         self._require_depth(depth)
-        hidden = self.embed(token_ids)
-        features = None if follower is None else _Features(follower, hidden)
+        rows, ops = self.embed(token_ids), self.backend.layers
+        features = None if follower is None else _Features(follower, rows)
+        hidden = ops.residual(rows)
         for index, pages in enumerate(kv.pages[:depth]):
             hidden = self._layers.run(index, hidden, slots, positions, plan, pages)
             if features is not None:
-                features.take(index, hidden)
+                features.take(index, ops.rows(hidden))
         if features is not None:
             features.hand_over(slots, positions, kv)
         return hidden
@@ -175,7 +176,7 @@ class Model:
         """The embedding of tokens (int64 [num_rows], on the device): [num_rows, hidden_size]."""
         return self._embedding.index_select(0, token_ids)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Residual) -> Tensor:
         """Logits [num_rows, vocab_size] of what `layers_forward` returns."""
         ops = self.backend.layers
         return ops.head(ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head)
@@ -188,15 +189,16 @@ class Model:
 class _Features:
     """The outputs of a follower's layers, collected on the way: [num_rows, len(layer_ids) * hidden_size]."""
 
-    def __init__(self, follower: Follower, hidden: Tensor) -> None:
-        self._follower, self._size = follower, hidden.shape[1]
+    def __init__(self, follower: Follower, like: Tensor) -> None:
+        """like: [num_rows, hidden_size] of the forward's rows."""
+        self._follower, self._size = follower, like.shape[1]
         self._columns = {layer: column for column, layer in enumerate(follower.layer_ids)}
-        self._features = hidden.new_empty(len(hidden), len(self._columns) * self._size)
+        self._features = like.new_empty(len(like), len(self._columns) * self._size)
 
-    def take(self, layer: int, hidden: Tensor) -> None:
-        """Copied: the next layer may write into `hidden`."""
+    def take(self, layer: int, rows: Tensor) -> None:
+        """Copied: the next layer may write to `rows`."""
         if layer in self._columns:
-            self._features.narrow(1, self._columns[layer] * self._size, self._size).copy_(hidden)
+            self._features.narrow(1, self._columns[layer] * self._size, self._size).copy_(rows)
 
     def hand_over(self, slots: Tensor, positions: Tensor, kv: PagedKVCache) -> None:
         if kv.companion_pages is None:

@@ -76,7 +76,14 @@ class Recorder:
 def features_of(model: Model, token_ids: Sequence[int], layer_ids: tuple[int, ...]) -> Tensor:
     """Features [len(token_ids), len(layer_ids) * hidden_size] of a text, computed in one go with an empty cache."""
     recorder = Recorder(model, layer_ids)
-    kv = PagedKVCache(model.config, num_pages=64, max_sequences=1, dtype=model.dtype, companion=recorder.config)
+    kv = PagedKVCache(
+        model.config,
+        num_pages=64,
+        max_sequences=1,
+        dtype=model.dtype,
+        device=model.device,
+        companion=recorder.config,
+    )
     batch = kv.extend(np.array([kv.new_sequence()]), np.array([len(token_ids)]))
-    model.forward(torch.tensor(token_ids), batch, kv, follower=recorder)
+    model.forward(torch.tensor(token_ids, device=model.device), batch, kv, follower=recorder)
     return recorder.features[0]

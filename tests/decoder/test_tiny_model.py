@@ -25,6 +25,7 @@ from equivtest.engines.decoder import DecoderEngine
 from equivtest.kernels.registry import get_backend
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Generation, LawColumns, Origin, Request, SamplingParams
+from tests.decoder.dflash_drafters import features_of
 
 LAW = SamplingParams(temperature=0.8, top_p=0.95)
 NUM_SEEDS, NUM_POSITIONS = 32, 32
@@ -126,6 +127,21 @@ def test_prompts_and_logits_are_those_of_transformers(name: str) -> None:
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
     assert float((ours - theirs).abs().max()) < 1e-3
     assert float(theirs.std()) > 0.5
+
+
+def test_features_are_the_residual_streams_after_those_layers() -> None:
+    """Layer i is entry i + 1 of transformers' hidden states, whose first is the embedding."""
+    folder = resolve_model("tiny")
+    checkpoint = load_checkpoint(folder)
+    model = Model(checkpoint.config, checkpoint.weights, get_backend("cpp"))
+    ids = checkpoint.tokenizer.encode("The sun is a star, and the sea is a mirror.")
+    ours = features_of(model, ids, (2, 0))
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            torch.tensor([ids]), output_hidden_states=True
+        ).hidden_states
+    torch.testing.assert_close(ours, torch.cat([theirs[3][0], theirs[1][0]], dim=1), atol=1e-4, rtol=1e-3)
+    assert float((ours - torch.cat([theirs[2][0], theirs[0][0]], dim=1)).abs().max()) > 0.1
 
 
 def test_the_law_is_lively(by_early_exit: Spoken) -> None:

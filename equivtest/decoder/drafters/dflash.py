@@ -109,7 +109,7 @@ class BlockNetwork:
         ops, size, dim = self.backend.layers, block.hidden_size, block.head_dim
         kv_heads = block.num_kv_heads
         self._combine = ops.linear(taker.take("fc.weight", (size, block.feature_size)))
-        self._context_norm = taker.take("hidden_norm.weight", (size,))
+        context_norm = taker.take("hidden_norm.weight", (size,))
         self._norm = taker.take("norm.weight", (size,))
         self._layers = LayerStack(self.config, taker, self.backend, prefix="layers")
         # Context makes no queries: each layer's keys and values are a matrix of their own.
@@ -117,7 +117,7 @@ class BlockNetwork:
         for prefix in (f"layers.{index}.self_attn" for index in range(block.num_layers)):
             key, value = (taker.take(f"{prefix}.{name}_proj.weight", (kv_heads * dim, size)) for name in "kv")
             key_norm = taker.take(f"{prefix}.k_norm.weight", (dim,)).repeat(kv_heads, 1)
-            self._context_layers.append((ops.linear(torch.cat((key, value))), key_norm))
+            self._context_layers.append((ops.linear(torch.cat((key, value)), context_norm), key_norm))
         taker.finish()
         graphs = self.device.type == "cuda" and self.backend.capabilities.graphs
         self._graphs = GraphCache(self) if graphs else None
@@ -139,10 +139,9 @@ class BlockNetwork:
     def follow(self, features: Tensor, slots: Tensor, positions: Tensor, pages: Tensor) -> None:
         """Write the rows' keys and values as context."""
         ops, eps = self.backend.layers, self.config.rms_norm_eps
-        combined = ops.head(features, self._combine).to(features.dtype)
+        context = ops.residual(ops.head(features, self._combine).to(features.dtype))
         for (weight, key_norm), layer_pages in zip(self._context_layers, pages, strict=True):
-            heads = ops.normed_linear(combined, self._context_norm, eps, weight)
-            heads = heads.view(len(combined), -1, self.config.head_dim)
+            heads = ops.normed_linear(context, eps, weight).view(len(slots), -1, self.config.head_dim)
             ops.rotate_and_store(heads, self._layers.rotary, positions, key_norm, eps, layer_pages, slots)
 
     @torch.inference_mode()
@@ -172,12 +171,13 @@ class BlockNetwork:
     ) -> Tensor:
         """Device work alone, on whole blocks."""
         assert kv.companion_pages is not None  # the executor makes room for whatever follows
-        hidden = self._target.embed(token_ids)
+        ops = self.backend.layers
+        hidden = ops.residual(self._target.embed(token_ids))
         for index, pages in enumerate(kv.companion_pages):
             hidden = self._layers.run(index, hidden, slots, positions, plan, pages)
-        blocks = hidden.view(-1, self.block.block_size, hidden.shape[1])
+        blocks = ops.rows(hidden).view(-1, self.block.block_size, self.block.hidden_size)
         predicting = blocks.narrow(1, self.block.first_draft_row, width).flatten(0, 1)
-        normed = self.backend.layers.rms_norm(predicting, self._norm, self.config.rms_norm_eps)
+        normed = ops.rms_norm(ops.residual(predicting), self._norm, self.config.rms_norm_eps)
         return self._target.logits(normed).argmax(dim=-1).view(-1, width)
 
 
