@@ -86,7 +86,7 @@ def _target_options(function: Any) -> Any:
 @click.option("--batch-texts", type=int, default=64, show_default=True, help="Texts of a step.")
 @click.option("--anchors", "num_anchors", type=int, default=64, show_default=True, help="Blocks of a text in a step.")
 @click.option("--rate", type=float, default=2e-3, show_default=True, help="Peak learning rate.")
-@click.option("--gamma", type=float, default=4.0, show_default=True, help="Slot k weighs exp(-k / gamma).")
+@click.option("--gamma", type=float, default=3.0, show_default=True, help="Slot k weighs exp(-k / gamma).")
 @click.option(
     "--soft-share", type=float, default=0.5, show_default=True, help="Share of the loss against the target's law."
 )
