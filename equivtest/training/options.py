@@ -12,9 +12,9 @@ from equivtest.errors import InvalidSetting
 class TextOptions:
     """The text to learn from, all of it sampled from the target."""
 
-    num_texts: int = 24_576
+    num_texts: int = 32_768
     """Texts to sample; with `minutes` at most so many."""
-    text_length: int = 512
+    text_length: int = 384
     """Tokens of every text, the chat template's included."""
     question_length: int = 128
     """Most tokens of a sampled question; longer ones are dropped."""
