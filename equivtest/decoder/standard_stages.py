@@ -180,18 +180,28 @@ class Reading:
     def __init__(self, accepted: SpecAccept, drafts: Drafts) -> None:
         parts = [accepted.output_token_ids, accepted.emitted, accepted.refusal, drafts.unread]
         self._drafts, self._parts = drafts, parts
-        joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts if part is not None])
-        self._host = joined.to("cpu", non_blocking=True)
+        self._held = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts if part is not None])
         self._arrived: torch.cuda.Event | None = None
-        if joined.is_cuda:
+        if self._held.is_cuda:
+            self._held = self._held.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def wait(self) -> tuple[Int64Array, Int64Array]:
         """Both on the host, int64. Raises InvalidKernelInput where a kernel refused a row."""
+        output_token_ids, emitted, refusal, unread = self._read()
+        assert output_token_ids is not None
+        assert emitted is not None
+        if refusal is not None:
+            raise_refusal("accept_logits", refusal)
+        if unread is not None:
+            self._drafts.have_read(unread)
+        return output_token_ids, emitted.astype(np.int64)
+
+    def _read(self) -> list[np.ndarray[Any, Any] | None]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        held, offset = self._host.numpy(), 0
+        held, offset = self._held.numpy(), 0
         read: list[np.ndarray[Any, Any] | None] = []
         for part in self._parts:
             if part is None:
@@ -200,14 +210,7 @@ class Reading:
             values = np.frombuffer(held, _NUMPY[part.dtype], part.numel(), offset).reshape(part.shape)
             read.append(values)
             offset += values.nbytes
-        output_token_ids, emitted, refusal, unread = read
-        assert output_token_ids is not None
-        assert emitted is not None
-        if refusal is not None:
-            raise_refusal("accept_logits", refusal)
-        if unread is not None:
-            self._drafts.have_read(unread)
-        return output_token_ids, emitted.astype(np.int64)
+        return read
 
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64}

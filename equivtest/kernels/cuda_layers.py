@@ -19,7 +19,7 @@ from equivtest.kernels.cuda_library import load_library
 
 MAX_FEW_ROWS = 8
 """Up to so many rows of bfloat16 a product of any size is our own."""
-MAX_TILED_ROWS = 512
+MAX_TILED_ROWS = 64
 """Up to so many rows one of a small matrix is."""
 MAX_TILED_WEIGHTS = 1 << 22
 """Entries of a small matrix: of larger ones cuBLAS makes better use than our tiles."""

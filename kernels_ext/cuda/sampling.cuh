@@ -68,17 +68,29 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-constexpr int kBuckets = 2048;     // slices of an interval of thresholds
+constexpr int kSlices = 2048;
 
 // Thresholds from .. to - 1, as keys, one of which is a filter's.
 struct Interval {
   uint32_t from, to;
 };
 
+// Logits from `low` on in equal steps; the first slice has those below too, the last those above.
+struct Slices {
+  float low, step;
+
+  __device__ __forceinline__ int of(float x) const {
+    return static_cast<int>(fminf(fmaxf((x - low) / step, 0.0f), kSlices - 1.0f));
+  }
+  // Bounds of what slice `index` holds, a thousandth of it wider than rounding could make it.
+  __device__ __forceinline__ float begin(int index) const { return low + (static_cast<float>(index) - 1e-3f) * step; }
+  __device__ __forceinline__ float end(int index) const { return begin(index) + 1.002f * step; }
+};
+
 // Shared memory of a block beside the gathered tokens.
 struct Shared {
-  uint32_t buckets[kBuckets];
-  Interval found;
+  uint32_t counts_of[kSlices];
+  int found[2];
   double sums[kSums][kWarps];
   double total[kSums];
   float floats[kWarps];
@@ -301,10 +313,6 @@ template <class T>
 __device__ __forceinline__ float smallest_of(uint32_t key) {
   return of_key(key << kKeyShift<T>);
 }
-template <class T>
-__device__ __forceinline__ float largest_of(uint32_t key) {
-  return of_key(key << kKeyShift<T> | ((1u << kKeyShift<T>)-1));
-}
 
 template <class T>
 __device__ __forceinline__ Interval interval(float low, float high) {
@@ -312,34 +320,32 @@ __device__ __forceinline__ Interval interval(float low, float high) {
   return {key_of(low) >> kKeyShift<T>, (key_of(high) >> kKeyShift<T>)+1};
 }
 
-// The part of an interval where the threshold of `target` lies, found by counting the tokens of equal slices of it: what
-// a slice weighs is between its count times the weight at either end. Counts are integers: their order is of no matter.
+// The slices first .. last - 1 where the threshold of `target` lies, found by counting the tokens of each: what a slice
+// weighs is between its count times the weight at either end. Counts are integers: their order is of no matter.
 template <class T, class Weight>
-__device__ Interval narrow(const Items<T>& items, Weight weight, double target, Interval in, Shared& shared) {
+__device__ int2 narrow(const Items<T>& items, const Weight& weight, double target, float low, float high,
+                       const Slices& slices, Shared& shared) {
   constexpr double kSlack = 1e-6;  // for the rounding of weights
-  static_assert(kBuckets == 2 * kThreads && kBuckets == 1 << 11);
-  const int width = max(0, 32 - __clz(static_cast<int>(in.to - in.from - 1)) - 11);  // a slice has 2^width keys
+  static_assert(kSlices == 2 * kThreads);
   __syncthreads();
-  for (int i = threadIdx.x; i < kBuckets; i += kThreads) shared.buckets[i] = 0;
-  if (threadIdx.x == 0) shared.found = in;
+  for (int i = threadIdx.x; i < kSlices; i += kThreads) shared.counts_of[i] = 0;
+  if (threadIdx.x == 0) shared.found[0] = 0, shared.found[1] = kSlices;
   __syncthreads();
   items.for_each(
       [&](float x) {
-        const uint32_t key = key_of(x) >> kKeyShift<T>;
-        if (key >= in.from && key < in.to) atomicAdd(&shared.buckets[(key - in.from) >> width], 1u);
+        if (x >= low) atomicAdd(&shared.counts_of[slices.of(x)], 1u);
       },
       [] {});
   __syncthreads();
-  double sums[2] = {}, least[2], most[2];  // a thread has two slices; those of the largest keys come first
-  uint32_t begins[2];
+  double sums[2] = {}, least[2], most[2];  // a thread has two slices; those of the largest logits come first
+  const auto slice = [](int i) { return kSlices - 1 - (2 * static_cast<int>(threadIdx.x) + i); };
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t slice = kBuckets - 1 - (2 * threadIdx.x + i), count = shared.buckets[slice];
-    begins[i] = in.from + (slice << width);
+    const int index = slice(i);
+    const uint32_t count = shared.counts_of[index];
     if (count > 0) {
-      const uint32_t end = min(begins[i] + ((1u << width) - 1), in.to - 1);
-      sums[0] += count * static_cast<double>(weight(smallest_of<T>(begins[i])));
-      sums[1] += count * static_cast<double>(weight(largest_of<T>(end)));
+      sums[0] += count * static_cast<double>(weight(index == 0 ? low : fmaxf(low, slices.begin(index))));
+      sums[1] += count * static_cast<double>(weight(fminf(high, index == kSlices - 1 ? high : slices.end(index))));
     }
     least[i] = sums[0], most[i] = sums[1];
   }
@@ -355,16 +361,16 @@ __device__ Interval narrow(const Items<T>& items, Weight weight, double target, 
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const double of_warps = prefix_sum(shared.sums[side][lane]);
-    if (warp > 0) before[side] += __shfl_sync(~0u, of_warps, warp - 1);
+    const double of_earlier = __shfl_sync(~0u, of_warps, max(warp - 1, 0));
+    if (warp > 0) before[side] += of_earlier;
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (begins[i] >= in.to || begins[i] < in.from) continue;
-    if ((before[0] + least[i]) * (1 - kSlack) >= target) atomicMax(&shared.found.from, begins[i]);  // surely reached
-    if ((before[1] + most[i]) * (1 + kSlack) < target) atomicMin(&shared.found.to, begins[i]);     // surely not
+    if ((before[0] + least[i]) * (1 - kSlack) >= target) atomicMax(&shared.found[0], slice(i));  // surely reached
+    if ((before[1] + most[i]) * (1 + kSlack) < target) atomicMin(&shared.found[1], slice(i));    // surely not
   }
   __syncthreads();
-  return shared.found;
+  return make_int2(shared.found[0], shared.found[1]);
 }
 
 // The largest threshold of an interval that tokens of weight `target` reach; the smallest where none is reached.
@@ -481,7 +487,8 @@ class LogitRow {
       floor = fmaxf(floor, mass_floor);
     }
     floor = fminf(floor, weight_.max);
-    const int count = gather(floor);
+    const float gathered_from = fmaxf(floor, -FLT_MAX);  // -infinity weighs nothing, and is what a row is padded with
+    const int count = gather([=](float x) { return x >= gathered_from; });
     if (count >= 0) items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
     if (count < 0 || !holds_all(law, by_count, by_mass, floor)) {
       items_ = Items<T>{reader_.row, nullptr, nullptr, vocab_size, true};
@@ -528,16 +535,25 @@ class LogitRow {
   // it are looked at more than a few times.
   template <class Weight>
   __device__ float cut_at(const Weight& weight, double target, float low) {
+    low = fmaxf(low, -FLT_MAX);
     Interval in = interval<T>(low, weight_.max);
     Items<T> near = items_;
     if (items_.whole_row) {
-      in = narrow(items_, weight, target, in, shared_);
-      const float ceiling = largest_of<T>(in.to - 1);
-      const int count = gather(smallest_of<T>(in.from), ceiling);
+      // Below 2^-126 of the largest a token weighs nothing; where none is cut by weight, few are so far below.
+      const float bottom = fmaxf(low, weight_.max - 126.0f / weight_.scale);
+      const Slices slices{bottom, fmaxf((weight_.max - bottom) / (kSlices - 1), FLT_MIN)};
+      const int2 found = narrow(items_, weight, target, low, weight_.max, slices, shared_);
+      const int count = gather([&](float x) {
+        const int slice = slices.of(x);
+        return x >= low && slice >= found.x && slice < found.y;
+      });
+      if (found.x > 0) low = fmaxf(low, slices.begin(found.x));
+      in = interval<T>(low, found.y == kSlices ? weight_.max : fminf(weight_.max, slices.end(found.y - 1)));
       if (count >= 0) {
         double above = 0;
         float part = 0;
-        items_.for_each([&](float x) { part += x > ceiling ? weight(x) : 0.0f; }, [&] { above += part, part = 0; });
+        items_.for_each([&](float x) { part += slices.of(x) >= found.y ? weight(x) : 0.0f; },
+                        [&] { above += part, part = 0; });
         target -= block_sum(above, shared_);
         near = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
       }
@@ -552,13 +568,13 @@ class LogitRow {
     return block_sum(mass, shared_);
   }
 
-  // Tokens from `floor` to `ceiling`, in vocabulary order; returns their number, -1 where they do not fit.
-  __device__ int gather(float floor, float ceiling = kInfinity) {
+  // Tokens that `keep` keeps, in vocabulary order; returns their number, -1 where they do not fit.
+  template <class Keep>
+  __device__ int gather(const Keep& keep) {
     constexpr int kWidth = Reader<T>::kWidth, kPairs = kLoadsInFlight / 2;
     constexpr uint32_t kOwn = (1u << kWidth) - 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int num_vectors = reader_.num_vectors();
-    floor = fmaxf(floor, -FLT_MAX);  // a logit of -infinity weighs nothing, and is what a row is padded with
     int count = 0, buffer = 0;
     for (int first = 0; first < num_vectors; first += kThreads * kLoadsInFlight, buffer ^= 1) {
       uint4 raw[kLoadsInFlight];
@@ -574,7 +590,7 @@ class LogitRow {
         float x[kWidth];
         reader_.unpack(raw[k], x);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) reached |= x[j] >= floor && x[j] <= ceiling ? 1u << (k * kWidth + j) : 0u;
+        for (int j = 0; j < kWidth; ++j) reached |= keep(x[j]) ? 1u << (k * kWidth + j) : 0u;
       }
       uint32_t before[kPairs];  // two counts a word: no sum reaches 2^16
 #pragma unroll

@@ -258,7 +258,7 @@ class CountWaits:
         def commit(*arguments: Any) -> int:
             num_tokens = inner_commit(*arguments)
             torch.cuda.set_sync_debug_mode("default")
-            waits = [entry for entry in self._log if "synchroniz" in str(entry.message)]
+            waits = [entry for entry in self._log if "called a synchronizing" in str(entry.message)]
             self.waits.append(len(waits))
             self.places += [f"step {len(self.waits)}: {entry.filename}:{entry.lineno}" for entry in waits]
             self._caught.__exit__(None, None, None)
