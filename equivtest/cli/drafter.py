@@ -68,8 +68,8 @@ def _target_options(function: Any) -> Any:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the drafter.")
 @click.option("--resume", is_flag=True, help="Go on with what --out holds; the other options must be the same.")
 @_target_options
-@click.option("--texts", "num_texts", type=int, default=24_576, show_default=True, help="Texts to sample.")
-@click.option("--text-length", type=int, default=512, show_default=True, help="Tokens of a text.")
+@click.option("--texts", "num_texts", type=int, default=32_768, show_default=True, help="Texts to sample.")
+@click.option("--text-length", type=int, default=384, show_default=True, help="Tokens of a text.")
 @click.option("--text-minutes", type=float, default=None, help="Most time for sampling; what is there by then is used.")
 @click.option("--prompts", default=None, help="Prompt set (.jsonl with its .toml) that asks a share of the questions.")
 @click.option("--prompts-share", type=float, default=0.5, show_default=True, help="That share.")
@@ -86,7 +86,7 @@ def _target_options(function: Any) -> Any:
 @click.option("--batch-texts", type=int, default=64, show_default=True, help="Texts of a step.")
 @click.option("--anchors", "num_anchors", type=int, default=64, show_default=True, help="Blocks of a text in a step.")
 @click.option("--rate", type=float, default=2e-3, show_default=True, help="Peak learning rate.")
-@click.option("--gamma", type=float, default=4.0, show_default=True, help="Slot k weighs exp(-k / gamma).")
+@click.option("--gamma", type=float, default=3.0, show_default=True, help="Slot k weighs exp(-k / gamma).")
 @click.option(
     "--soft-share", type=float, default=0.5, show_default=True, help="Share of the loss against the target's law."
 )

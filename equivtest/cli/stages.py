@@ -18,7 +18,7 @@ class Stages:
         self._console = console
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._label, self._total = "", 0.0
+        self._label, self._total, self._before = "", 0.0, 0.0
         self._begin = self._last = 0.0
 
     def __enter__(self) -> Stages:
@@ -27,9 +27,9 @@ class Stages:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop()
 
-    def stage(self, label: str, total: float) -> None:
+    def stage(self, label: str, total: float, done: float = 0.0) -> None:
         self._stop()
-        self._label, self._total = label, total
+        self._label, self._total, self._before = label, total, done
         self._begin = self._last = time.monotonic()
         if self._console.is_terminal:
             columns = (
@@ -39,6 +39,7 @@ class Stages:
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
             self._task = self._bar.add_task(label, total=total, line="")
+            self._bar.update(self._task, completed=done)
 
     def advance(self, done: float, line: str) -> None:
         now = time.monotonic()
@@ -46,7 +47,7 @@ class Stages:
             self._bar.update(self._task, completed=done, line=line)
         elif now - self._last >= _PLAIN_INTERVAL_S or done >= self._total:
             self._last = now
-            left = (now - self._begin) * (self._total - done) / done if done else 0.0
+            left = (now - self._begin) * (self._total - done) / max(done - self._before, 1e-9)
             self.message(f"{self._label}: {line}" + (f", about {left:,.0f} s left" if left > 0 else ""))
 
     def message(self, text: str) -> None:

@@ -1,7 +1,7 @@
 """Texts with what the target thinks of them, from which training draws its blocks.
 
-Features and laws of all texts are computed once and kept on the device, if they fit there: for 512 tokens of the
-built-in model and five layers, 3 MB a text in bfloat16. Otherwise those of a step's texts are computed in that step.
+Features and laws of all texts are computed once and kept on the device, if they fit there: for 384 tokens of the
+built-in model and five layers, 2.3 MB a text in bfloat16. Otherwise those of a step's texts are computed in that step.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class Loop:
         """Train until steps or time are over. `on_checkpoint` is called now and then, and at the end."""
         options = self.options
         timed = options.steps is None
-        watcher.stage("train", 60 * (options.minutes or 0) if timed else options.steps or 0)
+        total, done = (60 * (options.minutes or 0), self.seconds) if timed else (options.steps or 0, self.step)
+        watcher.stage("train", total, done)
         means = _Means(self.network.config.num_drafts, self._target.device)
         begin = time.monotonic() - self.seconds
         saved = self.seconds

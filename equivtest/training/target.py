@@ -57,8 +57,8 @@ class Target:
         return len(self._recorder.layer_ids) * self.config.hidden_size
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[..., hidden_size] for int64 [...], in the dtype in which the drafter computes."""
-        embedded = self.model.embed(token_ids.flatten()).to(self.compute_dtype)
+        """float32 [..., hidden_size] for int64 [...]: where the drafter's residual stream begins."""
+        embedded = self.model.embed(token_ids.flatten()).float()
         return embedded.view(*token_ids.shape, -1)
 
     def features_and_labels(self, token_ids: Tensor) -> tuple[Tensor, Labels]:

@@ -8,8 +8,8 @@ from typing import Protocol
 class Watcher(Protocol):
     """Receives progress. The command line shows it; a library user passes `Silent()`."""
 
-    def stage(self, label: str, total: float) -> None:
-        """Work begins of which there is so much, in a unit of its own."""
+    def stage(self, label: str, total: float, done: float = 0.0) -> None:
+        """Work begins of which there is so much, in a unit of its own; some may be done from an earlier sitting."""
         ...
 
     def advance(self, done: float, line: str) -> None:
@@ -24,7 +24,7 @@ class Watcher(Protocol):
 class Silent:
     """Nobody watches."""
 
-    def stage(self, label: str, total: float) -> None:
+    def stage(self, label: str, total: float, done: float = 0.0) -> None:
         pass
 
     def advance(self, done: float, line: str) -> None:

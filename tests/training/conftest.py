@@ -20,7 +20,7 @@ from equivtest.training.text import Texts, sample_texts
 from equivtest.training.train import network_config
 from equivtest.training.watch import Silent
 
-TEXT = TextOptions(num_texts=128, text_length=96, question_length=40, num_held_out=24, shard_texts=64)
+TEXT = TextOptions(num_texts=128, text_length=96, question_length=40, num_held_out=72, shard_texts=64)
 ENGINE = EngineOptions(model="tiny", dtype="float32", kernels="cpp", drafter="ngram", threads=1)
 
 

@@ -64,7 +64,7 @@ def test_the_card_says_how_it_was_made_and_how_well_it_drafts(made: tuple) -> No
         f"{record['texts']['num_texts']} texts of 64 tokens", "topp95", "held out",
     ):  # fmt: skip
         assert fact in card
-    assert record["options"]["loop"]["gamma"] == 4.0
+    assert record["options"]["loop"]["gamma"] == 3.0
     assert record["steps"] == record["last"]["step"] == 6
     assert [row["config"] for row in evaluation["rows"]] == ["greedy", "topp95", "topk50"] * 2
     for row in evaluation["rows"]:
