@@ -68,8 +68,17 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+constexpr int kBuckets = 2048;     // slices of an interval of thresholds
+
+// Thresholds from .. to - 1, as keys, one of which is a filter's.
+struct Interval {
+  uint32_t from, to;
+};
+
 // Shared memory of a block beside the gathered tokens.
 struct Shared {
+  uint32_t buckets[kBuckets];
+  Interval found;
   double sums[kSums][kWarps];
   double total[kSums];
   float floats[kWarps];
@@ -82,6 +91,16 @@ struct Shared {
 __device__ __forceinline__ double warp_sum(double value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+
+// Of a warp's values, those of this lane and of the ones before it.
+__device__ __forceinline__ double prefix_sum(double value) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const double other = __shfl_up_sync(~0u, value, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
+  }
   return value;
 }
 
@@ -274,19 +293,91 @@ struct PlainWeight {
   __device__ __forceinline__ float probability(float x) const { return x; }
 };
 
-// The largest threshold that tokens of weight `target` reach; they are in `items`, and reach `low`.
-template <class T, class Weight>
-__device__ float find_cut(const Items<T>& items, Weight weight, double target, float low, float high, Shared& shared) {
-  constexpr int kShift = sizeof(T) == 2 ? 16 : 0;  // bfloat16 has no more than its upper bits
+// The bits of a logit that tell it from another, as an integer in its order: bfloat16 has no more than the upper ones.
+template <class T>
+constexpr int kKeyShift = sizeof(T) == 2 ? 16 : 0;
+
+template <class T>
+__device__ __forceinline__ float smallest_of(uint32_t key) {
+  return of_key(key << kKeyShift<T>);
+}
+template <class T>
+__device__ __forceinline__ float largest_of(uint32_t key) {
+  return of_key(key << kKeyShift<T> | ((1u << kKeyShift<T>)-1));
+}
+
+template <class T>
+__device__ __forceinline__ Interval interval(float low, float high) {
   low = fmaxf(low, -FLT_MAX);  // what is below weighs nothing, and the upper bits of -infinity's key are a NaN's
-  uint32_t from = key_of(low) >> kShift, to = (key_of(high) >> kShift) + 1;  // weight(from) >= target > weight(to)
+  return {key_of(low) >> kKeyShift<T>, (key_of(high) >> kKeyShift<T>)+1};
+}
+
+// The part of an interval where the threshold of `target` lies, found by counting the tokens of equal slices of it: what
+// a slice weighs is between its count times the weight at either end. Counts are integers: their order is of no matter.
+template <class T, class Weight>
+__device__ Interval narrow(const Items<T>& items, Weight weight, double target, Interval in, Shared& shared) {
+  constexpr double kSlack = 1e-6;  // for the rounding of weights
+  static_assert(kBuckets == 2 * kThreads && kBuckets == 1 << 11);
+  const int width = max(0, 32 - __clz(static_cast<int>(in.to - in.from - 1)) - 11);  // a slice has 2^width keys
+  __syncthreads();
+  for (int i = threadIdx.x; i < kBuckets; i += kThreads) shared.buckets[i] = 0;
+  if (threadIdx.x == 0) shared.found = in;
+  __syncthreads();
+  items.for_each(
+      [&](float x) {
+        const uint32_t key = key_of(x) >> kKeyShift<T>;
+        if (key >= in.from && key < in.to) atomicAdd(&shared.buckets[(key - in.from) >> width], 1u);
+      },
+      [] {});
+  __syncthreads();
+  double sums[2] = {}, least[2], most[2];  // a thread has two slices; those of the largest keys come first
+  uint32_t begins[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t slice = kBuckets - 1 - (2 * threadIdx.x + i), count = shared.buckets[slice];
+    begins[i] = in.from + (slice << width);
+    if (count > 0) {
+      const uint32_t end = min(begins[i] + ((1u << width) - 1), in.to - 1);
+      sums[0] += count * static_cast<double>(weight(smallest_of<T>(begins[i])));
+      sums[1] += count * static_cast<double>(weight(largest_of<T>(end)));
+    }
+    least[i] = sums[0], most[i] = sums[1];
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  double before[2];
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const double through = prefix_sum(sums[side]);
+    if (lane == 31) shared.sums[side][warp] = through;
+    before[side] = through - sums[side];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const double of_warps = prefix_sum(shared.sums[side][lane]);
+    if (warp > 0) before[side] += __shfl_sync(~0u, of_warps, warp - 1);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (begins[i] >= in.to || begins[i] < in.from) continue;
+    if ((before[0] + least[i]) * (1 - kSlack) >= target) atomicMax(&shared.found.from, begins[i]);  // surely reached
+    if ((before[1] + most[i]) * (1 + kSlack) < target) atomicMin(&shared.found.to, begins[i]);     // surely not
+  }
+  __syncthreads();
+  return shared.found;
+}
+
+// The largest threshold of an interval that tokens of weight `target` reach; the smallest where none is reached.
+template <class T, class Weight>
+__device__ float find_cut(const Items<T>& items, Weight weight, double target, Interval in, Shared& shared) {
+  uint32_t from = in.from, to = in.to;
   while (to - from > 1) {
     float cuts[kCuts], part[kCuts] = {};
     double reached[kSums] = {};
 #pragma unroll
     for (int j = 0; j < kCuts; ++j) {
       const uint32_t step = static_cast<uint32_t>((static_cast<uint64_t>(to - from) * (j + 1)) / (kCuts + 1));
-      cuts[j] = of_key((from + step) << kShift);
+      cuts[j] = smallest_of<T>(from + step);
     }
     items.for_each(
         [&](float x) {
@@ -311,7 +402,7 @@ __device__ float find_cut(const Items<T>& items, Weight weight, double target, f
     }
     from = new_from, to = new_to;
   }
-  return of_key(from << kShift);
+  return smallest_of<T>(from);
 }
 
 // One block's view of a row of logits.
@@ -398,14 +489,14 @@ class LogitRow {
     }
     float cut = -kInfinity;
     if (by_count) {
-      cut = find_cut(items_, [](float) { return 1.0f; }, law.top_k, floor, weight_.max, shared_);
+      cut = cut_at([](float) { return 1.0f; }, law.top_k, floor);
     }
     if (by_mass) {
       weight_.cut = cut;
       const double kept = by_count ? kept_mass() : total_;
       const LogitWeight weight = weight_;
       const double target = static_cast<double>(law.top_p) * kept;
-      cut = fmaxf(cut, find_cut(items_, weight, target, floor, weight_.max, shared_));
+      cut = fmaxf(cut, cut_at(weight, target, floor));
     }
     if (by_min) {
       float smallest = weight_.max;
@@ -433,6 +524,27 @@ class LogitRow {
     return floor == -kInfinity || weight_.raw(floor) < law.min_p;
   }
 
+  // The largest threshold that items of weight `target` reach; it is at least `low`. Of a whole row only the tokens near
+  // it are looked at more than a few times.
+  template <class Weight>
+  __device__ float cut_at(const Weight& weight, double target, float low) {
+    Interval in = interval<T>(low, weight_.max);
+    Items<T> near = items_;
+    if (items_.whole_row) {
+      in = narrow(items_, weight, target, in, shared_);
+      const float ceiling = largest_of<T>(in.to - 1);
+      const int count = gather(smallest_of<T>(in.from), ceiling);
+      if (count >= 0) {
+        double above = 0;
+        float part = 0;
+        items_.for_each([&](float x) { part += x > ceiling ? weight(x) : 0.0f; }, [&] { above += part, part = 0; });
+        target -= block_sum(above, shared_);
+        near = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
+      }
+    }
+    return find_cut(near, weight, target, in, shared_);
+  }
+
   __device__ double kept_mass() {
     double mass = 0;
     float part = 0;
@@ -440,8 +552,8 @@ class LogitRow {
     return block_sum(mass, shared_);
   }
 
-  // Tokens that reach `floor`, in vocabulary order; returns their number, -1 where they do not fit.
-  __device__ int gather(float floor) {
+  // Tokens from `floor` to `ceiling`, in vocabulary order; returns their number, -1 where they do not fit.
+  __device__ int gather(float floor, float ceiling = kInfinity) {
     constexpr int kWidth = Reader<T>::kWidth, kPairs = kLoadsInFlight / 2;
     constexpr uint32_t kOwn = (1u << kWidth) - 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -462,7 +574,7 @@ class LogitRow {
         float x[kWidth];
         reader_.unpack(raw[k], x);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) reached |= x[j] >= floor ? 1u << (k * kWidth + j) : 0u;
+        for (int j = 0; j < kWidth; ++j) reached |= x[j] >= floor && x[j] <= ceiling ? 1u << (k * kWidth + j) : 0u;
       }
       uint32_t before[kPairs];  // two counts a word: no sum reaches 2^16
 #pragma unroll
@@ -518,16 +630,6 @@ class LogitRow {
   float floor_ = 0;
   int best_id_ = 0;
 };
-
-// Of a warp's values, those of this lane and of the ones before it.
-__device__ __forceinline__ double prefix_sum(double value) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const double other = __shfl_up_sync(~0u, value, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
-  }
-  return value;
-}
 
 // The first id in vocabulary order whose cumulative weight exceeds u * total, or -1 where nothing weighs anything.
 //

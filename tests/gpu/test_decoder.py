@@ -238,10 +238,11 @@ def test_a_gpu_draws_what_the_processor_draws(drafter: str, config: str, accepta
 
 
 class CountWaits:
-    """Counts the waits for the device within every step."""
+    """Counts the waits for the device within every step, beside the one that reads what was committed."""
 
     def __init__(self, stages: Stages) -> None:
         self.waits: list[int] = []
+        self.places: list[str] = []
         inner_propose, inner_commit = stages.propose, stages.commit
         self._caught: Any = None
 
@@ -255,7 +256,9 @@ class CountWaits:
         def commit(*arguments: Any) -> int:
             num_tokens = inner_commit(*arguments)
             torch.cuda.set_sync_debug_mode("default")
-            self.waits.append(sum("synchroniz" in str(entry.message) for entry in self._log))
+            waits = [entry for entry in self._log if "synchroniz" in str(entry.message)]
+            self.waits.append(len(waits))
+            self.places += [f"step {len(self.waits)}: {entry.filename}:{entry.lineno}" for entry in waits]
             self._caught.__exit__(None, None, None)
             return num_tokens
 
@@ -266,7 +269,8 @@ class CountWaits:
 def test_a_step_waits_for_the_device_once(
     drafter: str | None, smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]
 ) -> None:
-    """The one wait is for what was committed. The first call captures graphs, which wait for each other."""
+    """The one wait is for the event after what was committed. The first call captures graphs, which wait for each
+    other."""
     model = on_gpu(smollm2_checkpoint, get_backend("cuda"), torch.bfloat16)
     made = executor(model, drafter or "ngram")
     requests = requests_for(prompts, CONFIGS["topp95"], max_tokens=24)
@@ -279,7 +283,7 @@ def test_a_step_waits_for_the_device_once(
 
     made.generate(requests, speculative=drafter is not None, fault=count)
     assert len(counted[0].waits) > 5
-    assert set(counted[0].waits) == {1}
+    assert not any(counted[0].waits), counted[0].places
 
 
 def test_a_wait_too_many_is_counted(smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]) -> None:
@@ -298,4 +302,4 @@ def test_a_wait_too_many_is_counted(smollm2_checkpoint: Checkpoint, prompts: lis
         return counted[-1].stages
 
     made.generate(requests_for(prompts, CONFIGS["topp95"], max_tokens=12), speculative=True, fault=count)
-    assert min(counted[0].waits) >= 2
+    assert min(counted[0].waits) >= 1

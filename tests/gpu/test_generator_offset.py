@@ -51,7 +51,7 @@ def p_values(engine: DecoderEngine, folder: Path, fault: Fault) -> dict[str, flo
 def test_explicit_offsets_pass(engine: DecoderEngine, tmp_path: Path) -> None:
     found = p_values(engine, tmp_path, correct(Setting(config=CONFIG)))
     assert "lag_recovered" in found
-    assert min(found.values()) > 1e-4, found
+    assert not {name: p for name, p in found.items() if p <= 1e-4}
 
 
 def test_a_generator_left_to_itself_is_found_where_it_shares_a_coin(engine: DecoderEngine, tmp_path: Path) -> None:
@@ -60,4 +60,4 @@ def test_a_generator_left_to_itself_is_found_where_it_shares_a_coin(engine: Deco
     if version() < (0, 7, 4):
         assert found["lag_recovered"] < 1e-12, found
     else:
-        assert min(found.values()) > 1e-4, found
+        assert not {name: p for name, p in found.items() if p <= 1e-4}
