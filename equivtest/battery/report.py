@@ -47,9 +47,9 @@ class SamplerReport:
     """Rows that were judged."""
     num_drafts: int
     """Drafts that were judged."""
-    smallest_bias: float
+    smallest_bias: float | None
     """Excess of the acceptance probability that these decisions find with 90 % power, on dense drafts alone and on
-    one-hot drafts alone; inf without open decisions."""
+    one-hot drafts alone; None where either has no open decision."""
     wall_s: float
     notes: tuple[str, ...] = ()
     """What was not tested, and why."""
@@ -73,14 +73,19 @@ class SamplerReport:
             f"{self.sampler} as {self.form}, coins: {self.coins}, on {self.device}, budget {self.budget}, seed "
             f"{self.seed}: {self.num_rows:,} rows, {self.num_drafts:,} drafts judged on {self.num_laws} laws in "
             f"{self.wall_s:.1f} s",
-            f"{len(self.evidence)} tests; a correct sampler fails them in at most {LEVEL:g} of runs, and an acceptance "
-            f"bias of {self.smallest_bias:.4f} is found in 90 % of runs",
+            f"{len(self.evidence)} tests; a correct sampler fails them in at most {LEVEL:g} of runs, and "
+            f"{self._sees()}",
             *(f"not tested: {note}" for note in self.notes),
             *(str(finding) for finding in self.findings),
         ]
         count = len(self.findings)
         verdict = f"{count} finding{'s' * (count > 1)}" if count else "no difference was found"
         return [*lines, f"{self.word.upper()}: {verdict}"]
+
+    def _sees(self) -> str:
+        if self.smallest_bias is None:
+            return "no acceptance bias is measured: on these laws no decision is open"
+        return f"an acceptance bias of {self.smallest_bias:.4f} is found in 90 % of runs"
 
     def to_dict(self) -> dict[str, Any]:
         """For programs: every field, the word and the exit code."""

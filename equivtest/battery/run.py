@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import get_args
@@ -97,11 +98,12 @@ def _play(adapter: Adapter, case: Case, device: torch.device, seed: int, rng: np
     return judge(play(adapter, case, laws, drafts, seeds=seeds, device=device, orders=orders), rng)
 
 
-def _smallest_bias(judged: Sequence[Judged], num_tests: int) -> float:
+def _smallest_bias(judged: Sequence[Judged], num_tests: int) -> float | None:
     """The larger one of dense and of one-hot drafts."""
     kinds = ([j for j in judged if j.case.one_hot == one_hot] for one_hot in (False, True))
     decisions = (np.concatenate([j.accept_prob[j.reached] for j in kind]) for kind in kinds if kind)
-    return max(smallest_bias(accept_prob, level=LEVEL / max(num_tests, 1)) for accept_prob in decisions)
+    found = max(smallest_bias(accept_prob, level=LEVEL / max(num_tests, 1)) for accept_prob in decisions)
+    return found if math.isfinite(found) else None
 
 
 def _notes(adapter: Adapter, one_hot: bool) -> list[str]:

@@ -117,6 +117,18 @@ def test_check_sampler_opens_on_use_and_not_before() -> None:
     assert ended.stdout == "False\n"
 
 
+def test_laws_without_an_open_decision_measure_no_bias(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    code, out, _ = command(
+        f"{__name__}:RIGHT", "--budget", "smoke", "--only", "equal", "--vocab", "2", "--json", report
+    )
+    assert code == 0
+    assert "no acceptance bias is measured" in out
+    assert json.loads(report.read_text("utf-8"))["smallest_bias"] is None
+
+
 def test_errors_are_of_the_tree() -> None:
     with pytest.raises(UnknownName):
         adapt(RIGHT, form="other")
