@@ -39,7 +39,7 @@ def engine_options(command: Command) -> Command:
         click.option("--draft-len", type=int, default=2, show_default=True, help="Drafts offered per step."),
         click.option("--early-exit-layers", type=int, default=None, help="Layers of early_exit and sampled_exit."),
         click.option("--draft-model", default=None,
-                     help="What `--drafter model` or dflash reads; dflash has one for the built-in model."),
+                     help="What `--drafter model` reads, a model, or dflash, a folder of `equivtest drafter train`."),
         click.option("--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True,
                      help="Acceptance rule; both are exact."),
         click.option("--threads", type=int, default=None, help="CPU threads; default: all cores."),
