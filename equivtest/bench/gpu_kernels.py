@@ -23,7 +23,7 @@ ALL = "all"
 """The operation that stands for a whole way."""
 _BACKENDS = ("cuda", "flashinfer", "reference")
 
-Vendor = Callable[[Tensor, int, int, float, float], Mapping[str, Call]]
+Vendor = Callable[[Tensor, Tensor, float, float], Mapping[str, Call]]
 """(logits [B * (K + 1), vocab_size], B, K, temperature, top_p) to the pipeline's pieces, to be called in this order."""
 
 
