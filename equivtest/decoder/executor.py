@@ -67,6 +67,7 @@ class Executor:
         self.stages = stages or standard_stages(
             model, backend, drafter, acceptance=acceptance, plain_backend=self.plain_backend
         )
+        self._own_stages = None if stages is not None else self.stages
         self._scratch: SpecScratch | None = None
         self._kv: PagedKVCache | None = None
 
@@ -189,9 +190,9 @@ class Executor:
 
     def _next_is_known(self, stages: Stages, step: StepInput) -> bool:
         """Whether the step after this one, of the same rows, can be laid out before the host has read this one's
-        tokens: nothing drafts, stops or is processed by them, and no fault may want to see them."""
+        tokens: nothing drafts, stops or is processed by them, and no stage of somebody else's may want to see them."""
         return (
-            stages is self.stages
+            stages is self._own_stages
             and stages.fused is not None
             and stages.fused.stands_for(stages, step)
             and not step.limits.any()

@@ -64,7 +64,8 @@ class StepInput:
 
     @property
     def last_token_ids(self) -> Int64Array:
-        """[B], the newest committed token of each row."""
+        """[B], the newest committed token of each row, which the host must have read (see `unread`)."""
+        assert self.unread is None
         return self.table.token_ids[self.requests, self.lengths - 1]
 
     def rows(self, start: int, stop: int) -> StepInput:

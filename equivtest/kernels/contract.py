@@ -114,6 +114,7 @@ REFUSALS = (
     "probabilities must not all be 0",
     "draft id out of range",
     "num_draft must be in 0..K and row_start must name rows of logits",
+    "temperature must be at least 0, top_k at least 0, top_p in (0, 1] and min_p in [0, 1]",
 )
 """What a kernel may find wrong with the values of a row."""
 

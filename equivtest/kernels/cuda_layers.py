@@ -23,7 +23,7 @@ MAX_TILED_ROWS = 64
 """Up to so many rows one of a small matrix is."""
 MAX_TILED_WEIGHTS = 1 << 22
 """Entries of a small matrix: of larger ones cuBLAS makes better use than our tiles."""
-_MAX_STAGED = 24_576
+_MAX_STAGED = 24_560
 """Entries of few rows that fit a block's shared memory."""
 
 

@@ -3,7 +3,8 @@
 // bfloat16, head_dim a multiple of 8: tensor cores (mma.sync m16n8k16). A block serves 16 (row, head) pairs of one kv
 // head: a few rows of a sequence times the heads that share the keys. Its warps take every eighth tile of 16 tokens,
 // with a running softmax each (Milakov & Gimelshein 2018; Dao et al. 2022), and combine in shared memory at the end. So
-// one sequence is spread over eight warps, and what a row gets does not depend on the rows beside it, to the last bit.
+// one sequence is spread over eight warps, or two where there are many blocks; but for that, what a row gets does not
+// depend on the rows beside it, to the last bit.
 // Weights go through the tensor cores in two bfloat16 parts, high and low: their rounding is then 2^-18 and the result
 // is rounded once. Bound by memory: each block reads its keys and values once, from registers on; at one row a sequence
 // that is 4 * head_dim bytes per kv head and token.

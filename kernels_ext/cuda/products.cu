@@ -21,7 +21,7 @@ using bf16 = __nv_bfloat16;
 constexpr int kMaxFew = 8;
 constexpr int kFewOfSmall = 2;
 constexpr int64_t kLargeMatrix = 1 << 22;  // entries
-constexpr int kMaxStaged = 24576;  // entries of x in shared memory: 48 KiB, what a block has without asking
+constexpr int kMaxStaged = 24560;  // entries of x in shared memory: with `scales` 48 KiB, what a block has unasked
 
 struct Product {
   const bf16* x;       // [num_rows, in_features]
@@ -169,8 +169,9 @@ constexpr int kDepth = 128;  // of a stage, along in_features
 constexpr int kChunks = kDepth / 8;
 // All of a short sum is on its way at once, and of a long one as much as fits: a small model's product is bound by the
 // time that one read takes.
-constexpr int kShort = 5, kLong = 12;  // stages
-constexpr size_t kMaxShared = 200 << 10;
+constexpr int kShort = 5, kLong = 12;            // stages
+constexpr size_t kMostAnywhere = 227 << 10;      // shared memory of a block: sm_90
+constexpr size_t kLeastAnywhere = 99 << 10;      // sm_86, sm_89, sm_120
 
 // 16 bytes to shared memory; zeros where there is nothing to read.
 __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool is_there) {
@@ -203,13 +204,18 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Shared memory of a tile's stages.
+constexpr size_t tile_bytes(int rows, int outputs, bool is_gate, int stages) {
+  return sizeof(uint4) * kChunks * stages * (rows + (is_gate ? 2 : 1) * outputs);
+}
+
 template <int kRows, int kOutputs, bool kGate, int kStages>
 struct Tile {
   static constexpr int kWeights = kGate ? 2 * kOutputs : kOutputs;  // rows of the matrix
   static constexpr int kWarpsDown = kRows / 16;                     // warps side by side along the rows
   static constexpr int kParts = kTileWarps / kWarpsDown;            // of the sum, a warp each
   static constexpr int kStage = (kRows + kWeights) * kChunks;       // in chunks of 16 bytes
-  static constexpr size_t kBytes = sizeof(uint4) * kStages * kStage;
+  static constexpr size_t kBytes = tile_bytes(kRows, kOutputs, kGate, kStages);
   static constexpr int kColumns = kWeights / 8;  // products of 8 columns that a warp holds
   static_assert(sizeof(float) * kTileWarps * 32 * (kColumns * 4 + 2) <= kBytes, "the parts of the sum fit");
 };
@@ -368,12 +374,27 @@ const char* launch_tiles(const Product& call, void* stream) {
   return launch(tiles<kRows, kOutputs, kGate, kStages>, grid, kTileThreads, kBytes, stream, call);
 }
 
+// Shared memory that a block of this device may ask for: 99 KiB at the least from sm_80 on.
+size_t most_shared() {
+  int device = 0, bytes = 0;
+  const bool is_known = cudaGetDevice(&device) == cudaSuccess &&
+                        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
+  return is_known ? static_cast<size_t>(bytes) : 0;
+}
+
 template <int kRows, int kOutputs, bool kGate>
 const char* launch_tiles(const Product& call, void* stream) {
-  if constexpr (Tile<kRows, kOutputs, kGate, kLong>::kBytes <= kMaxShared) {
-    if (call.in_features > kShort * kDepth) return launch_tiles<kRows, kOutputs, kGate, kLong>(call, stream);
+  constexpr size_t kBytes = tile_bytes(kRows, kOutputs, kGate, kLong);
+  if constexpr (kBytes <= kMostAnywhere) {
+    if (call.in_features > kShort * kDepth && kBytes <= most_shared())
+      return launch_tiles<kRows, kOutputs, kGate, kLong>(call, stream);
   }
   return launch_tiles<kRows, kOutputs, kGate, kShort>(call, stream);
+}
+
+template <int kRows, int kOutputs, bool kGate>
+bool fits() {
+  return tile_bytes(kRows, kOutputs, kGate, kShort) <= most_shared();
 }
 
 // The largest tile that still keeps most of a device's processors busy.
@@ -383,8 +404,9 @@ const char* launch_tiles(const Product& call, void* stream) {
   const auto blocks = [&](int rows, int outputs) {
     return (call.num_rows + rows - 1) / rows * ((call.out_features + outputs - 1) / outputs);
   };
-  if (blocks(64, 32) >= kEnoughBlocks) return launch_tiles<64, 32, kGate>(call, stream);
-  if (blocks(64, 16) >= kEnoughBlocks) return launch_tiles<64, 16, kGate>(call, stream);
+  static_assert(tile_bytes(32, 16, kGate, kShort) <= kLeastAnywhere, "the smaller tiles fit every device");
+  if (blocks(64, 32) >= kEnoughBlocks && fits<64, 32, kGate>()) return launch_tiles<64, 32, kGate>(call, stream);
+  if (blocks(64, 16) >= kEnoughBlocks && fits<64, 16, kGate>()) return launch_tiles<64, 16, kGate>(call, stream);
   if (blocks(32, 16) >= kEnoughBlocks) return launch_tiles<32, 16, kGate>(call, stream);
   return launch_tiles<16, 16, kGate>(call, stream);
 }
@@ -408,7 +430,7 @@ extern "C" const char* equivtest_product(const void* x, const void* weight, void
       static_cast<float>(eps),
   };
   if (in_features % 8) return "a product needs whole chunks";
-  const bool is_large = out_features * in_features > kLargeMatrix;
+  const bool is_large = (is_gate ? 2 : 1) * out_features * in_features > kLargeMatrix;
   const bool fits = num_rows <= kMaxFew && num_rows * in_features <= kMaxStaged;
   if (!(fits && (is_large || out_features % 2 || num_rows <= kFewOfSmall))) {
     if (out_features % 2) return "a product of tiles needs whole pairs";

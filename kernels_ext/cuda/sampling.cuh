@@ -40,7 +40,8 @@ enum Problem : uint32_t {
   kBadDraftProbability = 5,
   kNoMass = 6,
   kBadDraftId = 7,
-  kBadRows = 8
+  kBadRows = 8,
+  kBadParams = 9
 };
 
 // The refusal of the lowest row wins, so that the message does not depend on timing.
@@ -285,6 +286,10 @@ struct Items {
 struct RowLaw {
   float temperature, top_p, min_p;
   int top_k;
+
+  __device__ bool is_valid() const {
+    return temperature >= 0 && temperature < kInfinity && top_k >= 0 && top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1;
+  }
 };
 
 // What a token weighs under the law of a row of logits.

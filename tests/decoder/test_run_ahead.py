@@ -51,11 +51,12 @@ def rows(generations: list[Generation]) -> list[tuple[Any, ...]]:
     return [(g.token_ids.tolist(), g.steps.tolist(), g.batch_rows.tolist(), g.origins) for g in generations]
 
 
-def test_texts_and_their_steps_are_those_of_one_step_at_a_time(counted: type[Counted]) -> None:
+@pytest.mark.parametrize("acceptance", ["chain", "match"])
+def test_texts_and_their_steps_are_those_of_one_step_at_a_time(acceptance: str, counted: type[Counted]) -> None:
     told: list[int] = []
-    ahead = fused().generate(requests(), speculative=False, on_tokens=told.append)
+    ahead = fused(acceptance=acceptance).generate(requests(), speculative=False, on_tokens=told.append)
     assert counted.made > 10
-    assert rows(ahead) == rows(one_by_one().generate(requests(), speculative=False))
+    assert rows(ahead) == rows(one_by_one(acceptance=acceptance).generate(requests(), speculative=False))
     assert sum(told) == sum(len(g.token_ids) for g in ahead)
 
 
@@ -108,5 +109,21 @@ def test_a_fault_sees_every_step_by_itself(counted: type[Counted]) -> None:
         return dataclasses.replace(stages, propose=propose)
 
     generations = fused().generate(requests()[:1], speculative=False, fault=watch)
+    assert counted.made == 0
+    assert [int(ids[0]) for ids in seen[1:]] == generations[0].token_ids[:-1].tolist()
+
+
+def test_stages_of_somebody_elses_see_every_step_by_itself(counted: type[Counted]) -> None:
+    """Given at construction, they are no fault, and still may look at any token."""
+    own = fused()
+    seen: list[np.ndarray[Any, Any]] = []
+
+    def propose(step: Any) -> Any:
+        seen.append(step.last_token_ids)
+        return own.stages.propose(step)
+
+    stages = dataclasses.replace(own.stages, propose=propose)
+    watched = Executor(own.model, own.backend, None, max_batch=8, stages=stages)
+    generations = watched.generate(requests()[:1], speculative=False)
     assert counted.made == 0
     assert [int(ids[0]) for ids in seen[1:]] == generations[0].token_ids[:-1].tolist()

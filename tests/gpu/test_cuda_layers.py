@@ -18,14 +18,15 @@ pytestmark = [
 
 EPS = 1e-5
 ROWS = (1, 2, 3, 5, 8, 9, 16, 40, 64, 200, 512, 520)
-# in_features, out_features: the matrices of SmolLM2-135M, some of Qwen3-4B's, output counts that fill no block or tile,
-# sums that fill no stage, and an input that is not in chunks of 8 numbers.
+# in_features, out_features: the matrices of SmolLM2-135M, some of Qwen3's, 8 rows that just fill shared memory, sums
+# that go round the stages twice or fill none, output counts that fill no block or tile, and an input that is not in
+# chunks of 8 numbers.
 MATRICES = (
-    *((576, 960), (576, 3072), (1536, 576), (2560, 6144), (9728, 2560)),
+    *((576, 960), (576, 3072), (1536, 576), (2560, 6144), (9728, 2560), (2560, 19456), (3072, 1024), (3072, 5120)),
     *((64, 16404), (40, 6), (136, 300), (8, 4), (36, 50)),
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-OPS = ("product", "rms_norm", "normed_linear", "normed_gate", "add_linear")
+OPS = ("head", "rms_norm", "normed_linear", "normed_gate", "add_linear")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def run(layers: CudaLayers | TorchLayers, op: str, given: dict[str, Tensor]) -> 
     x, norm, hidden = given["x"].clone(), given["norm"], given["hidden"].clone()
     weight, normed = layers.linear(given["weight"]), layers.linear(given["weight"], norm)
     match op:
-        case "product":
+        case "head":
             return layers.head(x, weight).to(x.dtype)
         case "rms_norm":
             return layers.rms_norm(layers.residual(x), norm, EPS)
@@ -69,7 +70,7 @@ def exact(op: str, given: dict[str, Tensor]) -> Tensor:
     x, norm, weight, hidden = (given[name].double() for name in ("x", "norm", "weight", "hidden"))
     normed = x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * norm
     match op:
-        case "product":
+        case "head":
             return x @ weight.T
         case "rms_norm":
             return normed
@@ -119,7 +120,7 @@ FAULTS = {
     "the norm's weight is shifted": (NORMED, "norm", lambda x: x.roll(1)),
     "gate and up are swapped": (("normed_gate",), "weight", lambda x: x.roll(len(x) // 2, dims=0)),
     "the residual is another row's": (("add_linear",), "hidden", lambda x: x.roll(1, dims=0)),
-    "outputs are shifted": (("product", "normed_linear"), "weight", lambda x: x.roll(1, dims=0)),
+    "outputs are shifted": (("head", "normed_linear"), "weight", lambda x: x.roll(1, dims=0)),
 }
 
 

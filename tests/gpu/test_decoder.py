@@ -148,6 +148,23 @@ def test_bfloat16_log_probabilities_are_near_transformers(
         assert worst <= 0.20
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 64, 256])
+def test_a_bfloat16_step_is_the_same_to_the_last_bit_every_time(bfloat16: Model, rows: int) -> None:
+    """Launches overlap and share memory in stages: a race would show in some of 200 replays."""
+    kv = PagedKVCache(bfloat16.config, num_pages=8 * rows, max_sequences=rows, dtype=torch.bfloat16, device="cuda")
+    sequences = np.array([kv.new_sequence() for _ in range(rows)])
+    token_ids = torch.arange(40 * rows) * 31 % bfloat16.config.vocab_size
+    bfloat16.forward(token_ids.cuda(), kv.extend(sequences, np.full(rows, 40)), kv)
+    first: Tensor | None = None
+    for _ in range(200):
+        logits = bfloat16.step_logits(token_ids[:rows], kv.extend(sequences, np.ones(rows, np.int64)), kv)
+        first = logits.clone() if first is None else first
+        assert torch.equal(logits, first)
+        kv.truncate(sequences, np.full(rows, 40))
+    other = bfloat16.step_logits(token_ids[:rows] + 1, kv.extend(sequences, np.ones(rows, np.int64)), kv)
+    assert not torch.equal(other, first), "the twin: another token is seen"
+
+
 def predicted(logits: Tensor, token_ids: Tensor) -> Tensor:
     """[num_tokens - 1], the log-probability of each token but the first."""
     return logits.log_softmax(-1)[:-1].gather(1, token_ids[1:, None])[:, 0]
