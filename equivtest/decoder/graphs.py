@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_GRAPH_ROWS = 8192
 """Forwards of more rows keep the device busy without a graph."""
+MAX_GRAPHS = 128
+"""Of one owner. The one that was not used for longest makes room: each holds its logits, up to a gigabyte."""
 _ALIGNMENT = 16
 
 
@@ -67,9 +69,14 @@ class GraphCache:
             self._graphs.clear()
             self._kv, self._pool = kv, torch.cuda.graph_pool_handle()
         key = (shape, *what)
-        if key not in self._graphs:
-            self._graphs[key] = _Graph(self._owner, kv, shape, captured, self._pool)
-        return self._graphs[key].replay(token_ids, batches)
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            if len(self._graphs) == MAX_GRAPHS:
+                torch.cuda.synchronize()  # it may still be running
+                del self._graphs[next(iter(self._graphs))]
+            graph = _Graph(self._owner, kv, shape, captured, self._pool)
+        self._graphs[key] = graph  # the last used comes last
+        return graph.replay(token_ids, batches)
 
 
 class StepGraphs:
