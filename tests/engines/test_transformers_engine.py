@@ -206,5 +206,4 @@ def test_correct_assisted_generation_is_equivalent_and_one_that_accepts_everythi
     monkeypatch.setattr("transformers.generation.utils._speculative_sampling", accept_all)
     wrong = gate(tmp_path / "wrong", engine, small)
     assert wrong.verdict.word is Word.DIFFERENT
-    [bias] = [line for line in wrong.evidence if (line.name, line.stratum) == ("bias", "on / topk20p90")]
-    assert bias.ci_low > 0.05
+    assert (wrong.acceptance["accepted"] == wrong.acceptance["reached"]).all()

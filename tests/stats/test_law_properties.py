@@ -193,7 +193,14 @@ def test_greedy_decoding_leaves_what_cannot_vary_out_and_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("p_token", np.nan), ("p_token", 1.1), ("entropy", -1.0), ("q_variance", np.inf), ("origin", 5), ("token_id", -1)],
+    [
+        ("p_token", np.nan),
+        ("p_token", 1.1),
+        ("entropy", -1.0),
+        ("q_variance", np.inf),
+        ("origin", len(Origin)),
+        ("token_id", -1),
+    ],
 )
 def test_bad_columns_are_refused_by_name(column: str, value: float) -> None:
     scored = tokens()
