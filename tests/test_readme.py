@@ -1,7 +1,9 @@
 """Every figure in the README is the one in the file that it names."""
 
 import json
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,10 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
         ["bash", "-c", f'{extraction}; echo "$command"'], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert found.stdout == "pip install -e '.[test]' && python -m pytest\n"
+
+
+def test_extras_that_the_readme_and_errors_name_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    texts = [ROOT / "README.md", *(ROOT / "equivtest").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"(?:equivtest|-e '\.)\[(\w+)\]", text.read_text("utf-8"))}
+    assert {"test", "cuda"} <= named <= set(extras)

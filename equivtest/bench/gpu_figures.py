@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import click
 
@@ -21,6 +22,7 @@ _RUN_S, _LARGE_RUN_S = 60.0, 300.0
 _STEP_MS = {1: 0.6, 256: 1.5}
 _RATIOS = {8: 10.0, 64: 8.0}
 _LOGITS_READS = 6.0
+_OUTCOMES = ("tests", "failures", "errors", "skipped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,19 @@ def stated(claim: str, measured: str | None) -> Figure:
     """Not held only where nothing was measured."""
     held = None if measured is not None else False
     return Figure(claim=claim, wanted="a statement", measured=measured or NOT_MEASURED, held=held)
+
+
+def _tests(folder: Path) -> Iterator[Figure]:
+    path = folder / "tests.xml"
+    suites = list(ElementTree.parse(path).getroot().iter("testsuite")) if path.is_file() else []
+    counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in _OUTCOMES}
+    others = {name: count for name, count in counts.items() if name != "tests"}
+    told = ", ".join(f"{count} {name}" for name, count in counts.items()) if suites else NOT_MEASURED
+    held = counts["tests"] > 0 and not any(others.values())
+    yield Figure(claim="GPU tests", wanted="all run, none fails", measured=told, held=held)
+    for case in (case for suite in suites for case in suite.iter("testcase")):
+        for found in case.iter("property"):
+            yield stated(f"{case.get('name')}: {found.get('name')}", found.get("value"))
 
 
 def _kernels(folder: Path) -> Iterator[Figure]:
@@ -134,6 +149,7 @@ def _onehot(folder: Path) -> Iterator[Figure]:
 
 
 _FIGURES: Mapping[str, Callable[[Path], Iterator[Figure]]] = {
+    "tests": _tests,
     "kernels": _kernels,
     "decode": _decode,
     "tpot": _tpot,

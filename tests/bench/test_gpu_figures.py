@@ -41,6 +41,17 @@ def test_kernels(tmp_path: Path, rows: list[dict], expected: list[bool]) -> None
     assert held(tmp_path, "kernels") == expected
 
 
+@pytest.mark.parametrize(("skipped", "expected"), [(0, [True, None]), (3, [False, None])])
+def test_a_gpu_test_that_was_skipped_is_not_held(tmp_path: Path, skipped: int, expected: list[bool | None]) -> None:
+    (tmp_path / "tests.xml").write_text(
+        f'<testsuites><testsuite tests="9" failures="0" errors="0" skipped="{skipped}">'
+        '<testcase name="greedy"><properties><property name="1 of 8 texts part; gaps in nat" value="[0.01]"/>'
+        "</properties></testcase></testsuite></testsuites>"
+    )
+    assert held(tmp_path, "tests") == expected
+    assert "1 of 8 texts part" in figures(tmp_path, ("tests",))[1].line()
+
+
 def test_decode(tmp_path: Path) -> None:
     write(tmp_path / "decode-1.json", [{"what": "step", "median_ms": 0.61}, {"what": "forward", "median_ms": 0.1}])
     write(tmp_path / "decode-256.json", [{"what": "forward", "median_ms": 9.0}, {"what": "step", "median_ms": 1.49}])
