@@ -78,14 +78,19 @@ struct Interval {
 
 // Logits from `low` on in equal steps; the first slice has those below too, the last those above.
 struct Slices {
-  float low, step;
+  float low, step, pad;
+
+  __device__ Slices(float low, float high)
+      : low(low),
+        step(fmaxf((high - low) / (kSlices - 1), FLT_MIN)),
+        pad(1e-3f * step + 3e-7f * fmaxf(fabsf(low), fabsf(high))) {}
 
   __device__ __forceinline__ int of(float x) const {
     return static_cast<int>(fminf(fmaxf((x - low) / step, 0.0f), kSlices - 1.0f));
   }
-  // Bounds of what slice `index` holds, a thousandth of it wider than rounding could make it.
-  __device__ __forceinline__ float begin(int index) const { return low + (static_cast<float>(index) - 1e-3f) * step; }
-  __device__ __forceinline__ float end(int index) const { return begin(index) + 1.002f * step; }
+  // Bounds of what slice `index` holds: wider than its ends by more than they and a logit's slice are rounded.
+  __device__ __forceinline__ float begin(int index) const { return low + static_cast<float>(index) * step - pad; }
+  __device__ __forceinline__ float end(int index) const { return low + static_cast<float>(index + 1) * step + pad; }
 };
 
 // Shared memory of a block beside the gathered tokens.
@@ -546,7 +551,7 @@ class LogitRow {
     if (items_.whole_row) {
       // Below 2^-126 of the largest a token weighs nothing; where none is cut by weight, few are so far below.
       const float bottom = fmaxf(low, weight_.max - 126.0f / weight_.scale);
-      const Slices slices{bottom, fmaxf((weight_.max - bottom) / (kSlices - 1), FLT_MIN)};
+      const Slices slices(bottom, weight_.max);
       const int2 found = narrow(items_, weight, target, low, weight_.max, slices, shared_);
       const int count = gather([&](float x) {
         const int slice = slices.of(x);
