@@ -92,21 +92,20 @@ def _protocol(folder: Path) -> Iterator[Figure]:
     for name, limit in (("cuda", _RUN_S), ("flashinfer", _RUN_S), ("qwen3-4b", _LARGE_RUN_S)):
         path = folder / f"protocol-{name}.json"
         total = _row(path, part="total").get("seconds")
-        tokens = _read(path).get("settings", {}).get("tokens", 0)
+        settings = _read(path).get("settings", {})
+        tokens = settings.get("tokens", 0)
         yield at_most(f"a gate run of all configs after warm-up, {name}, {tokens:,} tokens", limit, total, "s")
+        if name != "qwen3-4b":  # random weights are timed, not judged
+            yield from _verdict(name, settings)
 
 
-def _gate(folder: Path) -> Iterator[Figure]:
-    for kernels in ("cuda", "flashinfer"):
-        verdict = _read(folder / f"gate-{kernels}" / "verdict.json")
-        word = verdict.get("verdict", NOT_MEASURED)
-        held = word == "equivalent"
-        yield Figure(claim=f"gate, kernels {kernels}", wanted="equivalent", measured=word, held=held)
-        controls = {control["name"]: control for control in verdict.get("controls", [])}
-        for name, wanted in (("A/A", "passed"), ("planted fault", "detected")):
-            control = controls.get(name, {"passed": False, "line": NOT_MEASURED})
-            claim = f"gate, kernels {kernels}: {name}"
-            yield Figure(claim=claim, wanted=wanted, measured=control["line"], held=bool(control["passed"]))
+def _verdict(name: str, settings: Mapping[str, Any]) -> Iterator[Figure]:
+    word = settings.get("verdict", NOT_MEASURED)
+    yield Figure(claim=f"its verdict, {name}", wanted="equivalent", measured=word, held=word == "equivalent")
+    controls = {control["name"]: control for control in settings.get("controls", [])}
+    for control, wanted in (("A/A", "passed"), ("planted fault", "detected")):
+        found = controls.get(control, {"passed": False, "line": NOT_MEASURED})
+        yield Figure(claim=f"its {control}, {name}", wanted=wanted, measured=found["line"], held=bool(found["passed"]))
 
 
 def _tpot(folder: Path) -> Iterator[Figure]:
@@ -141,7 +140,6 @@ _FIGURES: Mapping[str, Callable[[Path], Iterator[Figure]]] = {
     "mixed": _mixed,
     "onehot": _onehot,
     "protocol": _protocol,
-    "gate": _gate,
 }
 
 

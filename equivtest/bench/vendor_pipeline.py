@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from flashinfer import sampling
 from torch import Tensor
 
 
 def pieces(
     logits: Tensor,  # [B * (K + 1), vocab_size] on a CUDA device
-    batch: int,
-    max_draft: int,
+    draft_token_ids: Tensor,  # int64 [B, K], there too
     temperature: float,
     top_p: float,
 ) -> Mapping[str, Callable[[], object]]:
     """The pipeline's pieces by name, to be called in this order: each works on what the one before it left.
 
-    Every buffer is allocated here but those that FlashInfer's functions return. Raises ImportError without FlashInfer.
+    Every buffer is allocated here but those that FlashInfer's functions return.
     """
-    from flashinfer import sampling
-
-    device, vocab_size = logits.device, logits.shape[1]
-    num_rows = batch * (max_draft + 1)
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    draft_token_ids = torch.randint(vocab_size, (batch, max_draft), generator=generator).to(device)
+    device, (num_rows, vocab_size), (batch, max_draft) = logits.device, logits.shape, draft_token_ids.shape
     temperatures = torch.full((num_rows,), temperature, device=device)
     limits = torch.full((num_rows,), top_p, device=device)
     one_hot = torch.zeros(batch, max_draft, vocab_size, device=device)

@@ -139,7 +139,8 @@ def protocol(
     engine: EngineOptions, random_model: str | None, output: Path | None, configs: tuple[str, ...], budget: str,
     run_dir: Path | None,
 ) -> int:  # fmt: skip
-    """Wall time of a whole run by its parts, after one that warms up; ends as that run does."""
+    """Wall time of a whole run by its parts, after one that warms up; ends as that run does, but 0 for a random model,
+    which is timed and not judged."""
     from equivtest.pipeline.analysis_options import AnalysisOptions
     from equivtest.pipeline.run import RunOptions
     from equivtest.pipeline.timed_run import timed_run
@@ -152,7 +153,7 @@ def protocol(
     options = RunOptions(configs=configs, budget=budget, engine=engine, analysis=AnalysisOptions(), run_dir=run_dir)
     result = timed_run(options, opened, on_progress=_tell)
     _show("protocol", result, output)
-    return result.result.data.exit_code
+    return 0 if random_model else result.result.data.exit_code
 
 
 @command.command("calibration", epilog="\b\nExample:\n  equivtest bench calibration --output calibration.json")

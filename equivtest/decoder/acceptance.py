@@ -101,6 +101,7 @@ class FusedAcceptance:
 
     def __init__(self, verify: VerifyStage, accept: AcceptStage, backend: FusedBackend, rule: AcceptanceRule) -> None:
         self.verify, self.accept, self.backend, self.rule = verify, accept, backend, rule
+        self._plain: dict[int, tuple[Tensor, Tensor]] = {}
 
     def stands_for(self, stages: Stages, step: StepInput) -> bool:
         standard = stages.verify is self.verify and stages.accept is self.accept
@@ -108,8 +109,7 @@ class FusedAcceptance:
 
     def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> SpecAccept:
         device = scored.logits.device
-        counts = np.stack([drafts.num_draft, np.cumsum(drafts.num_draft + 1) - drafts.num_draft - 1]).astype(np.int32)
-        num_draft, row_start = torch.from_numpy(counts).to(device, non_blocking=True)
+        num_draft, row_start = self._counts(drafts, device)
         return self.backend.accept_logits(
             scored.logits,
             row_start,
@@ -121,6 +121,17 @@ class FusedAcceptance:
             rule=self.rule,
             scratch=step.scratch,
         )
+
+    def _counts(self, drafts: Drafts, device: torch.device) -> tuple[Tensor, Tensor]:
+        """num_draft and the first logits row of each batch row, int32 [B] on the device; plain steps' are kept."""
+        batch = len(drafts.num_draft)
+        if not drafts.width and batch in self._plain:
+            return self._plain[batch]
+        counts = np.stack([drafts.num_draft, np.cumsum(drafts.num_draft + 1) - drafts.num_draft - 1]).astype(np.int32)
+        num_draft, row_start = torch.from_numpy(counts).to(device, non_blocking=True)
+        if not drafts.width:
+            self._plain[batch] = num_draft, row_start
+        return num_draft, row_start
 
 
 def fused_acceptance(

@@ -16,7 +16,7 @@ from equivtest.decoder.prefill import PromptPool, cache_for
 from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.routing import route, unsupported_feature
 from equivtest.decoder.stages import Int64Array, Stages, StepInput
-from equivtest.decoder.standard_stages import standard_stages
+from equivtest.decoder.standard_stages import UnreadStep, standard_stages
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.contract import KernelBackend, RowParams, SpecScratch, Streams
 from equivtest.kernels.registry import get_backend
@@ -67,6 +67,7 @@ class Executor:
         self.stages = stages or standard_stages(
             model, backend, drafter, acceptance=acceptance, plain_backend=self.plain_backend
         )
+        self._own_stages = None if stages is not None else self.stages
         self._scratch: SpecScratch | None = None
         self._kv: PagedKVCache | None = None
 
@@ -123,6 +124,7 @@ class Executor:
         drafter: Drafter | None,
         on_tokens: Callable[[int], None] | None,
     ) -> None:
+        told = on_tokens or (lambda num_tokens: None)
         scratch = self._scratch_for(table)
         max_draft = 0 if drafter is None else self.max_draft
         # Rows that the main backend cannot represent stand last, so that each backend gets one contiguous block.
@@ -132,6 +134,7 @@ class Executor:
         pool = PromptPool(self.model, kv, table, np.arange(len(table)))
         rows, sequences = np.empty(0, np.int64), np.empty(0, np.int64)
         on_device = _OnDevice.of(table, rows)
+        unread: UnreadStep | None = None
         num_admitted = index = 0
         while num_admitted < len(table) or len(rows):
             num_new = min(self.max_batch - len(rows), len(table) - num_admitted)
@@ -145,25 +148,33 @@ class Executor:
                     drafter.admit(new[table.speculative[new]])
             if not np.array_equal(on_device.rows, rows):
                 on_device = _OnDevice.of(table, rows)
+            on_its_way = int(unread is not None)  # tokens of each row that the table does not hold yet
+            remaining = table.remaining[rows] - on_its_way
             # A round puts out at most num_draft + 1 tokens: this limit makes the last one fit exactly.
-            limits = np.minimum(max_draft, table.remaining[rows] - 1) * table.speculative[rows]
+            limits = np.minimum(max_draft, remaining - 1) * table.speculative[rows]
             step = StepInput(
                 index=index,
                 table=table,
                 requests=rows,
                 num_main=int(len(rows) - needs_plain_backend[rows].sum()),
                 sequences=sequences,
-                lengths=table.lengths[rows],
+                lengths=table.lengths[rows] + on_its_way,
                 limits=limits,
                 params=on_device.params,
-                streams=on_device.streams(table.generated[rows]),
+                streams=on_device.streams(table.generated[rows] + on_its_way),
                 kv=kv,
                 scratch=scratch,
+                unread=None if unread is None else unread.token_ids,
             )
-            num_tokens = stages.run(step)
+            outcome = stages.start(step)
             index += 1
-            if on_tokens is not None:
-                on_tokens(num_tokens)
+            if unread is not None:
+                told(unread.commit(stages.commit))
+                unread = None
+            if self._next_is_known(stages, step) and (remaining > 1).all():
+                unread = UnreadStep(step, outcome)
+                continue
+            told(stages.commit(step, *outcome))
             finished = table.remaining[rows] <= 0
             if finished.any():
                 kv.free(sequences[finished])
@@ -171,6 +182,17 @@ class Executor:
                     done = rows[finished]
                     drafter.release(done[table.speculative[done]])
                 rows, sequences = rows[~finished], sequences[~finished]
+
+    def _next_is_known(self, stages: Stages, step: StepInput) -> bool:
+        """Whether the step after this one, of the same rows, can be laid out before the host has read this one's
+        tokens: nothing drafts, stops or is processed by them, and no stage of somebody else's may want to see them."""
+        return (
+            stages is self._own_stages
+            and stages.fused is not None
+            and stages.fused.stands_for(stages, step)
+            and not step.limits.any()
+            and not step.table.rules.reads_tokens
+        )
 
     def _scratch_for(self, table: RequestTable) -> SpecScratch:
         """The scratch, allocated at the first call that needs its size and kept."""

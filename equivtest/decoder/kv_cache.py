@@ -51,8 +51,12 @@ class RaggedBatch:
     def on(self, device: torch.device) -> DeviceBatch:
         """Copied to the device."""
         host = HostBatch(self.page_table, self.kv_lens, self.query_start)
-        table, kv_lens, query_start = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in host)
-        slots, positions = (torch.from_numpy(array).to(device) for array in (self.slots, self.positions))
+        table, kv_lens, query_start = (
+            torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True) for array in host
+        )
+        slots, positions = (
+            torch.from_numpy(array).to(device, non_blocking=True) for array in (self.slots, self.positions)
+        )
         return DeviceBatch(AttentionBatch(table, kv_lens, query_start, host), slots, positions)
 
 
@@ -283,7 +287,7 @@ class PagedKVCache:
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.pages.device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.pages.device, non_blocking=True)
 
 
 def _ragged_arange(counts: IntArray) -> tuple[IntArray, IntArray]:

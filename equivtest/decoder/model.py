@@ -20,7 +20,7 @@ from equivtest.decoder.config import ModelConfig
 from equivtest.decoder.graphs import MAX_GRAPH_ROWS, StepGraphs
 from equivtest.decoder.kv_cache import IntArray, PagedKVCache, RaggedBatch
 from equivtest.errors import InvalidSetting, UnsupportedModel
-from equivtest.kernels.contract import AttentionPlan, AttentionShape, KernelBackend, LayerOps
+from equivtest.kernels.contract import AttentionPlan, AttentionShape, KernelBackend, LayerOps, Residual
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,10 @@ class _Layer:
     Matrices are as `LayerOps.linear` made them.
     """
 
-    attention_norm: Tensor  # [hidden_size]
-    query_key_value: Any  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+    query_key_value: Any  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], of a norm's output
     query_key_norm: Tensor | None  # [num_heads + num_kv_heads, head_dim]
     output: Any  # [hidden_size, num_heads * head_dim]
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: Any  # [2 * intermediate_size, hidden_size]
+    gate_up: Any  # [2 * intermediate_size, hidden_size], of a norm's output
     down: Any  # [hidden_size, intermediate_size]
 
 
@@ -167,7 +165,7 @@ class Model:
         kv: PagedKVCache,
         *,
         num_layers: int | None = None,
-    ) -> Tensor:
+    ) -> Residual:
         """Hidden states before the final norm, [num_rows, hidden_size].
 
         Device work alone, so that a graph can hold it.
@@ -175,18 +173,17 @@ class Model:
         depth = self.config.num_layers if num_layers is None else num_layers
         self._require_depth(depth)
         ops, config, eps = self.backend.layers, self.config, self.config.rms_norm_eps
-        hidden = self._embedding.index_select(0, token_ids)
+        hidden = ops.residual(self._embedding.index_select(0, token_ids))
         for layer, pages in zip(self._layers[:depth], kv.pages, strict=False):
-            heads = ops.normed_linear(hidden, layer.attention_norm, eps, layer.query_key_value)
-            heads = heads.view(len(hidden), -1, config.head_dim)
+            heads = ops.normed_linear(hidden, eps, layer.query_key_value).view(len(token_ids), -1, config.head_dim)
             query = ops.rotate_and_store(heads, self._rotary, positions, layer.query_key_norm, eps, pages, slots)
             attended = self.backend.paged_attention(query, pages, plan)
             hidden = ops.add_linear(hidden, attended.flatten(1), layer.output)
-            gated = ops.normed_gate(hidden, layer.mlp_norm, eps, layer.gate_up)
+            gated = ops.normed_gate(hidden, eps, layer.gate_up)
             hidden = ops.add_linear(hidden, gated, layer.down)
         return hidden
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Residual) -> Tensor:
         """Logits [num_rows, vocab_size] of what `layers_forward` returns."""
         ops = self.backend.layers
         return ops.head(ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head)
@@ -243,7 +240,6 @@ def _layer(config: ModelConfig, taker: _Taker, ops: LayerOps, prefix: str) -> _L
         key = taker.take(f"{prefix}.self_attn.k_norm.weight", (dim,))
         query_key_norm = torch.cat((query.expand(heads, dim), key.expand(kv_heads, dim)))
     return _Layer(
-        attention_norm=taker.take(f"{prefix}.input_layernorm.weight", (hidden,)),
         query_key_value=ops.linear(
             torch.cat(
                 (
@@ -251,18 +247,19 @@ def _layer(config: ModelConfig, taker: _Taker, ops: LayerOps, prefix: str) -> _L
                     taker.take(f"{prefix}.self_attn.k_proj.weight", (kv_heads * dim, hidden)),
                     taker.take(f"{prefix}.self_attn.v_proj.weight", (kv_heads * dim, hidden)),
                 )
-            )
+            ),
+            taker.take(f"{prefix}.input_layernorm.weight", (hidden,)),
         ),
         query_key_norm=query_key_norm,
         output=ops.linear(taker.take(f"{prefix}.self_attn.o_proj.weight", (hidden, heads * dim))),
-        mlp_norm=taker.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         gate_up=ops.linear(
             torch.cat(
                 (
                     taker.take(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
                     taker.take(f"{prefix}.mlp.up_proj.weight", (inner, hidden)),
                 )
-            )
+            ),
+            taker.take(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
         ),
         down=ops.linear(taker.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
     )

@@ -51,6 +51,9 @@ class StepInput:
     """[B], on the device of the model."""
     kv: PagedKVCache
     scratch: SpecScratch
+    unread: Tensor | None = None
+    """int64 [B] on the device, the newest token of each row, where the host has not read it yet: the table does not
+    hold it, and `lengths` counts it. Plain steps of a decoder without faults alone."""
 
     @property
     def batch(self) -> int:
@@ -58,7 +61,8 @@ class StepInput:
 
     @property
     def last_token_ids(self) -> Int64Array:
-        """[B], the newest committed token of each row."""
+        """[B], the newest committed token of each row, which the host must have read (see `unread`)."""
+        assert self.unread is None
         return self.table.token_ids[self.requests, self.lengths - 1]
 
     def rows(self, start: int, stop: int) -> StepInput:
@@ -206,6 +210,14 @@ class FusedStage(Protocol):
     def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> SpecAccept: ...
 
 
+class Outcome(NamedTuple):
+    """What a step hands to its commit."""
+
+    drafts: Drafts
+    accepted: SpecAccept
+    logprobs: Float32Array | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """One decoder step. `dataclasses.replace` swaps a stage."""
@@ -220,14 +232,13 @@ class Stages:
     fused: FusedStage | None = None
     """Takes the place of verify and accept where neither is wrapped and nobody asks for what verify writes."""
 
-    def run(self, step: StepInput) -> int:
-        """One step of the batch. Returns the number of tokens it committed."""
+    def start(self, step: StepInput) -> Outcome:
+        """One step of the batch up to its commit."""
         drafts = self.propose(step)
         scored = self.forward(step, drafts)
         processed = self.process(step, drafts, scored)
         if self.fused is not None and self.fused.stands_for(self, step):
-            return self.commit(step, drafts, self.fused(step, drafts, processed), None)
+            return Outcome(drafts, self.fused(step, drafts, processed), None)
         target_probs = self.verify(step, drafts, processed)
         accepted = self.accept(step, drafts, target_probs)
-        logprobs = self.report(step, drafts, scored, target_probs, accepted)
-        return self.commit(step, drafts, accepted, logprobs)
+        return Outcome(drafts, accepted, self.report(step, drafts, scored, target_probs, accepted))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +13,16 @@ from equivtest.decoder.drafters.base import Drafter
 from equivtest.decoder.logit_processing import process_logits, row_texts
 from equivtest.decoder.model import Model
 from equivtest.decoder.request_table import NO_LOGPROBS, RAW
-from equivtest.decoder.stages import Drafts, Float32Array, Int64Array, Scored, Stages, StepInput
+from equivtest.decoder.stages import (
+    CommitStage,
+    Drafts,
+    Float32Array,
+    Int64Array,
+    Outcome,
+    Scored,
+    Stages,
+    StepInput,
+)
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.checks import raise_refusal
 from equivtest.kernels.contract import KernelBackend, SpecAccept
@@ -54,6 +65,8 @@ class RaggedForward:
 
 def fed_token_ids(step: StepInput, drafts: Drafts, batch_rows: Int64Array, slots: Int64Array) -> Tensor:
     """int64 [num_rows], the tokens that these rows feed: on the host, or on the device that holds the drafts."""
+    if step.unread is not None and not drafts.width:
+        return step.unread
     if drafts.unread is None:
         block = np.concatenate([step.last_token_ids[:, None], drafts.token_ids], axis=1)
         return torch.from_numpy(block[batch_rows, slots])
@@ -138,7 +151,7 @@ class CommitEmitted:
         return step.table.up_to_stop(step.requests, output_token_ids, counts)
 
     def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
-        output_token_ids, emitted = read_step(accepted, drafts)
+        output_token_ids, emitted = Reading(accepted, drafts).wait()
         counts = self.crop(step, output_token_ids, emitted + 1)
         num_tokens = step.table.append(
             step.requests,
@@ -150,31 +163,74 @@ class CommitEmitted:
             counts=counts,
             logprobs=logprobs,
         )
-        # The KV holds the fed token and every draft; the committed ones stay but the last, which is not fed yet, or
-        # never where it ends the text.
-        step.kv.truncate(step.sequences, step.lengths + counts - 1)
+        if drafts.width:
+            # The KV holds the fed token and every draft; the committed ones stay but the last, which is not fed yet, or
+            # never where it ends the text.
+            step.kv.truncate(step.sequences, step.lengths + counts - 1)
         return num_tokens
 
 
-def read_step(accepted: SpecAccept, drafts: Drafts) -> tuple[Int64Array, Int64Array]:
-    """output_token_ids [B, K+1] and emitted [B] on the host, int64: the one wait for the device in a step.
+class Reading:
+    """output_token_ids [B, K+1] and emitted [B] of a step on their way to the host: one copy, the step's one wait.
 
-    Drafts that are still on the device come along. Raises InvalidKernelInput where a kernel refused a row.
+    Drafts that are still on the device come along.
     """
-    batch, width = accepted.output_token_ids.shape
-    parts = [accepted.output_token_ids.reshape(-1), accepted.emitted.long()]
-    if accepted.refusal is not None:
-        parts.append(accepted.refusal.view(torch.int64))
-    if drafts.unread is not None:
-        parts.append(drafts.unread.reshape(-1))
-    read: Int64Array = torch.cat(parts).cpu().numpy()
-    sizes = np.cumsum([len(part) for part in parts])
-    output_token_ids, emitted, *rest = np.split(read, sizes[:-1])
-    if accepted.refusal is not None:
-        raise_refusal("accept_logits", rest.pop(0).view(np.float64))
-    if drafts.unread is not None:
-        drafts.have_read(rest.pop(0).reshape(batch, drafts.width))
-    return output_token_ids.reshape(batch, width), emitted
+
+    def __init__(self, accepted: SpecAccept, drafts: Drafts) -> None:
+        parts = [accepted.output_token_ids, accepted.emitted, accepted.refusal, drafts.unread]
+        self._drafts, self._parts = drafts, parts
+        self._held = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts if part is not None])
+        self._arrived: torch.cuda.Event | None = None
+        if self._held.is_cuda:
+            self._held = self._held.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> tuple[Int64Array, Int64Array]:
+        """Both on the host, int64. Raises InvalidKernelInput where a kernel refused a row."""
+        output_token_ids, emitted, refusal, unread = self._read()
+        assert output_token_ids is not None
+        assert emitted is not None
+        if refusal is not None:
+            raise_refusal("accept_logits", refusal)
+        if unread is not None:
+            self._drafts.have_read(unread)
+        return output_token_ids, emitted.astype(np.int64)
+
+    def _read(self) -> list[np.ndarray[Any, Any] | None]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        held, offset = self._held.numpy(), 0
+        read: list[np.ndarray[Any, Any] | None] = []
+        for part in self._parts:
+            if part is None:
+                read.append(None)
+                continue
+            values = np.frombuffer(held, _NUMPY[part.dtype], part.numel(), offset).reshape(part.shape)
+            read.append(values)
+            offset += values.nbytes
+        return read
+
+
+_NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64}
+
+
+class UnreadStep:
+    """A plain step whose tokens are on their way to the host while the device is given the next one.
+
+    Every row puts out one token, so the next step can be laid out without them; it is fed from the device.
+    """
+
+    def __init__(self, step: StepInput, outcome: Outcome) -> None:
+        self._step, self._outcome = step, outcome
+        self.token_ids = outcome.accepted.output_token_ids[:, 0]
+        """int64 [B] on the device, until the next step's are written there."""
+        self._reading = Reading(outcome.accepted, outcome.drafts)
+
+    def commit(self, commit: CommitStage) -> int:
+        """Wait for the tokens and commit them. Returns their number."""
+        output_token_ids, emitted = map(torch.from_numpy, self._reading.wait())
+        return commit(self._step, self._outcome.drafts, SpecAccept(output_token_ids, emitted, emitted), None)
 
 
 def standard_stages(

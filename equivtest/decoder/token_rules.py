@@ -89,6 +89,11 @@ class TokenRules:
     asks_processing: bool
     """Whether any request wants logits other than the model's."""
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a step must see the tokens of the one before it on the host."""
+        return self.asks_processing or len(self.stops.token_ids) > 0
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams], *, eos_token_ids: Sequence[int], vocab_size: int) -> TokenRules:
         """One request per entry of `params`. eos_token_ids: the model's end-of-text tokens.

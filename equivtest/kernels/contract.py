@@ -114,6 +114,7 @@ REFUSALS = (
     "probabilities must not all be 0",
     "draft id out of range",
     "num_draft must be in 0..K and row_start must name rows of logits",
+    "temperature must be at least 0, top_k at least 0, top_p in (0, 1] and min_p in [0, 1]",
 )
 """What a kernel may find wrong with the values of a row."""
 
@@ -312,34 +313,43 @@ class FusedBackend(KernelBackend, Protocol):
         ...
 
 
+Residual = Any
+"""The residual stream of a forward's rows, [num_rows, hidden_size], in a form that only its backend's LayerOps know."""
+
+
 class LayerOps(Protocol):
     """The products and pointwise steps of a transformer layer. Arithmetic and its order are those of Hugging Face
-    transformers: RMSNorm in float32 and cast back before the weight, half-rotation RoPE.
+    transformers (RMSNorm in float32 and cast back before the weight, half-rotation RoPE), or more exact.
 
     Weights are what `linear` made of [out_features, in_features].
     """
 
-    def linear(self, weight: Tensor) -> Any:
-        """Lay a weight out for this machine, once."""
+    def linear(self, weight: Tensor, norm: Tensor | None = None) -> Any:
+        """Lay a weight out for this machine, once. norm: [in_features], of the RMSNorm whose output it multiplies."""
         ...
 
     def head(self, x: Tensor, weight: Any) -> Tensor:
         """Logits x @ weight.T: [num_rows, out_features], in the dtype of x or in float32."""
         ...
 
-    def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """hidden / rms(hidden) over the last dimension, times norm."""
+    def residual(self, rows: Tensor) -> Residual:
+        """Begin the residual stream with these rows, which it may keep and write to."""
         ...
 
-    def normed_linear(self, hidden: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
-        """rms_norm(hidden) @ weight.T: [num_rows, out_features]."""
+    def rms_norm(self, hidden: Residual, norm: Tensor, eps: float) -> Tensor:
+        """hidden / rms(hidden) over the last dimension, times norm: [num_rows, hidden_size] in the dtype of norm."""
         ...
 
-    def normed_gate(self, hidden: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
-        """SwiGLU of rms_norm(hidden): silu(gate) * up, gate over up in the rows of `weight`; [num_rows, out / 2]."""
+    def normed_linear(self, hidden: Residual, eps: float, weight: Any) -> Tensor:
+        """rms_norm(hidden) @ weight.T, `weight` made with its norm: [num_rows, out_features]."""
         ...
 
-    def add_linear(self, hidden: Tensor, x: Tensor, weight: Any) -> Tensor:
+    def normed_gate(self, hidden: Residual, eps: float, weight: Any) -> Tensor:
+        """SwiGLU of rms_norm(hidden): silu(gate) * up, gate over up in the rows of `weight`, which was made with its
+        norm; [num_rows, out / 2]."""
+        ...
+
+    def add_linear(self, hidden: Residual, x: Tensor, weight: Any) -> Residual:
         """hidden + x @ weight.T; may write into `hidden`."""
         ...
 

@@ -1,9 +1,8 @@
 """Attention and the layers of a transformer on a GPU, by our own kernels (kernels_ext/cuda) and torch's products.
 
-Nothing here waits for the device or looks at its values, so a CUDA graph can hold any of it. A layer is six launches
-for few rows of bfloat16 (four products with what surrounds them, rotation, attention) and nine otherwise: two norms,
-four products by cuBLAS with the residual added inside, rotation, attention, gate. Few rows are bound by latency, and in
-models above some hundred million weights by their reading; see the sources for each kernel.
+Nothing here waits for the device or looks at its values, so a CUDA graph can hold any of it. A layer of bfloat16 with
+small matrices or few rows is six launches: four products with what surrounds them, rotation, attention. Otherwise
+products are cuBLAS's and what surrounds them is launches of its own. See the sources for what bounds each kernel.
 """
 
 from __future__ import annotations
@@ -19,56 +18,85 @@ from equivtest.kernels.contract import MAX_HEAD_DIM, AttentionBatch, AttentionSh
 from equivtest.kernels.cuda_library import load_library
 
 MAX_FEW_ROWS = 8
-"""Up to so many rows of bfloat16 a product is our own; cuBLAS does more of them better."""
-_MAX_STAGED = 24_576
-"""Entries of those rows that fit a block's shared memory."""
+"""Up to so many rows of bfloat16 a product of any size is our own."""
+MAX_TILED_ROWS = 64
+"""Up to so many rows one of a small matrix is."""
+MAX_TILED_WEIGHTS = 1 << 22
+"""Entries of a small matrix: of larger ones cuBLAS makes better use than our tiles."""
+_MAX_STAGED = 24_560
+"""Entries of few rows that fit a block's shared memory."""
+
+
+class WideResidual(NamedTuple):
+    """The residual stream in float32, so that a bfloat16 model's many additions round once each in float32."""
+
+    wide: Tensor
+    """float32 [num_rows, hidden_size]."""
+    rounded: Tensor | None
+    """The same in the model's dtype, where somebody has made it; of a float32 model the same tensor."""
+    dtype: torch.dtype
+    """The model's."""
+
+    @property
+    def narrow(self) -> Tensor:
+        """[num_rows, hidden_size] in the model's dtype."""
+        return self.wide.to(self.dtype) if self.rounded is None else self.rounded
 
 
 class CudaLayers:
     """See `equivtest.kernels.contract.LayerOps`; float32 and bfloat16 on the current CUDA device.
 
-    Rounds where `TorchLayers` does, but for `add_linear` of more than few rows, which rounds the sum alone.
+    More exact than `TorchLayers` in bfloat16: the residual stream is float32, and a norm's weight is multiplied into
+    the matrix after it, so that its output is rounded once less.
     Raises KernelUnavailable where the kernels cannot be built.
     """
 
     def __init__(self) -> None:
         self._library = load_library()
 
-    def linear(self, weight: Tensor) -> Tensor:
+    def linear(self, weight: Tensor, norm: Tensor | None = None) -> Tensor:
+        if norm is not None:
+            weight = (weight.float() * norm.float()).to(weight.dtype)
         return weight.contiguous()
 
     def head(self, x: Tensor, weight: Tensor) -> Tensor:
         """float32 for bfloat16 too: a product's own sums, which another rounding would only spoil."""
         return x @ weight.T if x.dtype == torch.float32 else torch.mm(x, weight.T, out_dtype=torch.float32)
 
-    def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
-        hidden = hidden.contiguous()
-        out = torch.empty_like(hidden)
-        size = hidden.shape[-1]
-        _require("rms_norm", hidden, norm.shape == (size,), f"norm must have shape [{size}]", norm.shape)
-        rows = hidden.numel() // size if size else 0
-        self._library.call("rms_norm", hidden, norm.contiguous(), out, rows, size, _is_bfloat16(hidden), float(eps))
-        return out
+    def residual(self, rows: Tensor) -> WideResidual:
+        rows = rows.contiguous()
+        return WideResidual(rows.float(), rows, rows.dtype)
 
-    def normed_linear(self, hidden: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if _is_few(hidden, weight):
-            return self._few_rows(hidden, weight, norm=norm, eps=eps)
-        return self.rms_norm(hidden, norm, eps) @ weight.T
+    def rms_norm(self, hidden: WideResidual, norm: Tensor, eps: float) -> Tensor:
+        size = hidden.wide.shape[-1]
+        _require("rms_norm", norm, norm.shape == (size,), f"norm must have shape [{size}]", tuple(norm.shape))
+        return self._normed(hidden, eps, norm.contiguous())
 
-    def normed_gate(self, hidden: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if _is_few(hidden, weight):
-            return self._few_rows(hidden, weight, norm=norm, eps=eps, is_gate=True)
-        both = self.rms_norm(hidden, norm, eps) @ weight.T
+    def normed_linear(self, hidden: WideResidual, eps: float, weight: Tensor) -> Tensor:
+        if _is_own(hidden.wide, weight):
+            return self._product(hidden.narrow, weight, eps=eps)
+        return self._normed(hidden, eps) @ weight.T
+
+    def normed_gate(self, hidden: WideResidual, eps: float, weight: Tensor) -> Tensor:
+        if _is_own(hidden.wide, weight):
+            return self._product(hidden.narrow, weight, eps=eps, is_gate=True)
+        both = self._normed(hidden, eps) @ weight.T
         rows, size = both.shape[0], both.shape[1] // 2
         out = both.new_empty(rows, size)
         self._library.call("silu_mul", both, out, rows, size, _is_bfloat16(both))
         return out
 
-    def add_linear(self, hidden: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def add_linear(self, hidden: WideResidual, x: Tensor, weight: Tensor) -> WideResidual:
         """Writes into `hidden`."""
-        if _is_few(x, weight) and hidden.is_contiguous():
-            return self._few_rows(x, weight, residual=hidden)
-        return hidden.addmm_(x, weight.T)
+        if _is_own(x, weight):
+            narrow = hidden.narrow
+            self._product(x, weight, out=narrow, residual=hidden.wide)
+            return hidden._replace(rounded=narrow)
+        if hidden.dtype == torch.float32:
+            hidden.wide.addmm_(x, weight.T)
+            return hidden
+        torch.addmm(hidden.wide, x, weight.T, out_dtype=torch.float32, out=hidden.wide)
+        return hidden._replace(rounded=None)
 
     def rotate_and_store(
         self,
@@ -101,28 +129,37 @@ class CudaLayers:
         )  # fmt: skip
         return query
 
-    def _few_rows(
+    def _normed(self, hidden: WideResidual, eps: float, norm: Tensor | None = None) -> Tensor:
+        """hidden / rms(hidden), times norm if there is one, in the model's dtype."""
+        wide = hidden.wide
+        out = torch.empty_like(wide, dtype=hidden.dtype)
+        rows, size = wide.shape
+        _require("rms_norm", wide, wide.is_contiguous(), "hidden must be contiguous", wide.stride())
+        self._library.call("rms_norm", wide, norm, out, rows, size, _is_bfloat16(out), float(eps))
+        return out
+
+    def _product(
         self,
         x: Tensor,
         weight: Tensor,
         *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        eps: float | None = None,
+        out: Tensor | None = None,
         residual: Tensor | None = None,
         is_gate: bool = False,
     ) -> Tensor:
-        op = "few_rows"
+        """eps: of the RMSNorm that the rows of x have still to go through. residual: float32, added to in place."""
+        op = "product"
         num_rows, in_features = x.shape
         out_features = weight.shape[0] // 2 if is_gate else weight.shape[0]
-        _require(op, x, weight.shape[1] == in_features, f"weight must be [..., {in_features}]", weight.shape)
-        fits = norm is None or norm.shape == (in_features,)
-        _require(op, x, fits, f"norm must have shape [{in_features}]", None if norm is None else norm.shape)
-        fits = residual is None or residual.shape == (num_rows, out_features)
-        _require(op, x, fits, f"hidden must be [{num_rows}, {out_features}]", num_rows)
-        out = x.new_empty(num_rows, out_features) if residual is None else residual
+        _require(op, x, weight.shape[1] == in_features, f"weight must be [..., {in_features}]", tuple(weight.shape))
+        out = x.new_empty(num_rows, out_features) if out is None else out
+        fits = out.shape == (num_rows, out_features) and out.is_contiguous()
+        _require(op, out, fits, f"hidden must be [{num_rows}, {out_features}], contiguous", tuple(out.shape))
         self._library.call(
-            op, x.contiguous(), norm, weight, residual, out, num_rows, in_features, out_features, is_gate, float(eps)
-        )
+            op, x.contiguous(), weight, residual, out,
+            num_rows, in_features, out_features, eps is not None, is_gate, float(eps or 0),
+        )  # fmt: skip
         return out
 
 
@@ -191,14 +228,13 @@ class CudaAttention:
         return out
 
 
-def _is_few(x: Tensor, weight: Tensor) -> bool:
+def _is_own(x: Tensor, weight: Tensor) -> bool:
+    """Whether `product` of kernels_ext/cuda multiplies these."""
     rows, size = x.shape
-    return (
-        weight.dtype == x.dtype == torch.bfloat16
-        and rows <= MAX_FEW_ROWS
-        and size % 8 == 0
-        and rows * size <= _MAX_STAGED
-    )
+    if weight.dtype != torch.bfloat16 or size % 8:
+        return False
+    is_small = weight.numel() <= MAX_TILED_WEIGHTS and weight.shape[0] % 4 == 0
+    return rows <= MAX_TILED_ROWS if is_small else rows <= MAX_FEW_ROWS and rows * size <= _MAX_STAGED
 
 
 def _is_bfloat16(x: Tensor) -> bool:

@@ -24,6 +24,8 @@ from equivtest.errors import KernelUnavailable
 from equivtest.kernels.extension import cache_dir, first_error, install
 from equivtest.resources import resource_dir
 
+_OLDEST = (8, 0)
+"""bfloat16 in the tensor cores."""
 LIBRARY_NAME = "libequivtest_cuda.so"
 COMPILE_FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC")
 
@@ -74,7 +76,12 @@ def load_library() -> CudaLibrary:
     if not torch.cuda.is_available():
         raise KernelUnavailable("cuda", f"torch {torch.__version__} finds no usable CUDA device")
     compiler = find_nvcc()
-    architecture = "{}{}".format(*torch.cuda.get_device_capability())
+    capability = torch.cuda.get_device_capability()
+    if capability < _OLDEST:
+        raise KernelUnavailable(
+            "cuda", f"{torch.cuda.get_device_name()} is sm_{capability[0]}{capability[1]}: sm_80 or newer"
+        )
+    architecture = "{}{}".format(*capability)
     root = resource_dir("kernels_ext")
     home = cache_dir().with_name("cuda") / build_key(root, architecture, compiler)
     if not (home / LIBRARY_NAME).exists():

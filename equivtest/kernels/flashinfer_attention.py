@@ -51,11 +51,12 @@ class FlashInferAttention:
         return FlashInferPlan(wrapper=wrapper, batch=batch, shape=shape, in_graph=for_graph)
 
     def run(self, query: Tensor, kv_pages: Tensor, plan: FlashInferPlan) -> Tensor:
-        # Rows that belong to nobody are left as they are.
-        is_whole = not plan.in_graph and len(query) == plan.batch.host.query_start[-1]
+        # Rows that belong to nobody are refused, or left as they are in a graph, whose plan may come to have some.
+        rows = len(query) if plan.in_graph else int(plan.batch.host.query_start[-1])
+        is_whole = not plan.in_graph and len(query) == rows
         out = torch.empty_like(query) if is_whole else torch.zeros_like(query)
-        result: Tensor = plan.wrapper.run(query, kv_pages, out=out)
-        return result
+        plan.wrapper.run(query[:rows], kv_pages, out=out[:rows])
+        return out
 
     def _wrapper(self, **buffers: Any) -> Any:
         if self._workspace is None:

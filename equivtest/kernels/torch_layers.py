@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,14 +11,24 @@ from torch.nn import functional
 from equivtest.kernels.linear import Linear
 
 
-class TorchLayers:
-    """See `equivtest.kernels.contract.LayerOps`."""
+class NormedLinear(NamedTuple):
+    """A product of RMSNorm's output."""
 
-    def linear(self, weight: Tensor) -> Linear:
-        return Linear(weight)
+    norm: Tensor
+    product: Linear
+
+
+class TorchLayers:
+    """See `equivtest.kernels.contract.LayerOps`. The residual stream is a tensor in the model's dtype."""
+
+    def linear(self, weight: Tensor, norm: Tensor | None = None) -> Linear | NormedLinear:
+        return Linear(weight) if norm is None else NormedLinear(norm, Linear(weight))
 
     def head(self, x: Tensor, weight: Linear) -> Tensor:
         return weight(x)
+
+    def residual(self, rows: Tensor) -> Tensor:
+        return rows
 
     def rms_norm(self, hidden: Tensor, norm: Tensor, eps: float) -> Tensor:
         wide = hidden.float()
@@ -24,11 +36,11 @@ class TorchLayers:
         normed: Tensor = (wide * scale).to(hidden.dtype).mul_(norm)
         return normed
 
-    def normed_linear(self, hidden: Tensor, norm: Tensor, eps: float, weight: Linear) -> Tensor:
-        return weight(self.rms_norm(hidden, norm, eps))
+    def normed_linear(self, hidden: Tensor, eps: float, weight: NormedLinear) -> Tensor:
+        return weight.product(self.rms_norm(hidden, weight.norm, eps))
 
-    def normed_gate(self, hidden: Tensor, norm: Tensor, eps: float, weight: Linear) -> Tensor:
-        gate, up = self.normed_linear(hidden, norm, eps, weight).chunk(2, dim=-1)
+    def normed_gate(self, hidden: Tensor, eps: float, weight: NormedLinear) -> Tensor:
+        gate, up = self.normed_linear(hidden, eps, weight).chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
     def add_linear(self, hidden: Tensor, x: Tensor, weight: Linear) -> Tensor:

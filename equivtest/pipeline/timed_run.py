@@ -62,6 +62,9 @@ class TimedRun:
             "tokens": sum(self.manifest.arm_tokens.values()),
             "verdict": str(verdict.word),
             "headline": verdict.headline,
+            "controls": [
+                {"name": control.name, "passed": control.passed, "line": control.line} for control in verdict.controls
+            ],
         }
 
 

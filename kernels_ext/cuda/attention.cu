@@ -3,7 +3,8 @@
 // bfloat16, head_dim a multiple of 8: tensor cores (mma.sync m16n8k16). A block serves 16 (row, head) pairs of one kv
 // head: a few rows of a sequence times the heads that share the keys. Its warps take every eighth tile of 16 tokens,
 // with a running softmax each (Milakov & Gimelshein 2018; Dao et al. 2022), and combine in shared memory at the end. So
-// one sequence is spread over eight warps, and what a row gets does not depend on the rows beside it, to the last bit.
+// one sequence is spread over eight warps, or two where there are many blocks; but for that, what a row gets does not
+// depend on the rows beside it, to the last bit.
 // Weights go through the tensor cores in two bfloat16 parts, high and low: their rounding is then 2^-18 and the result
 // is rounded once. Bound by memory: each block reads its keys and values once, from registers on; at one row a sequence
 // that is 4 * head_dim bytes per kv head and token.
@@ -90,7 +91,6 @@ __global__ void __launch_bounds__(32 * kWarps, (kDim == 64 ? 16 : 8) / kWarps) a
   constexpr int kStride = kDim + 4;  // rows start in different banks
 
   allow_next_launch();
-  wait_for_previous();
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int group = call.num_heads / call.num_kv_heads;
   const int tile_heads = min(group, kTile), chunk = kTile / tile_heads;
@@ -116,6 +116,26 @@ __global__ void __launch_bounds__(32 * kWarps, (kDim == 64 ? 16 : 8) / kWarps) a
            call.head_dim;
   };
 
+  // Where the tokens are, no kernel writes: it is read, and what they hold is on its way to the L2 cache, before the
+  // predecessor has ended. Only then may any of it be read.
+  const int num_tokens = nobody ? 0 : length - stop + first_row + num_rows;  // that the last row sees
+  const int64_t row_stride = static_cast<int64_t>(call.num_kv_heads) * call.head_dim;
+  const auto* const pages = static_cast<const __nv_bfloat16*>(call.pages) + static_cast<int64_t>(kv_head) * call.head_dim;
+  const auto row_of = [&](int tile) {  // the lane's token of a tile, -1 past the last
+    const int token = tile * kTile + lane % kTile;
+    return token < num_tokens ? key_row(call, sequence, token) : -1;
+  };
+  const auto fetch = [&](int row) {  // keys by the first half of a warp, values by the second
+    const auto* const from = pages + (row + lane / kTile * call.page_size) * row_stride;
+    if (row < 0) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+    if constexpr (kDim > 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + call.head_dim - 1));
+  };
+  int own_row = row_of(warp), next_row = row_of(warp + kWarps);
+  fetch(own_row);
+  fetch(next_row);
+  wait_for_previous();
+
   // Lane 4 g + t has rows g and g + 8 of a tile. Sums over dimensions run in an order that lets it read 8 adjacent ones.
   const int g = lane / 4, t = lane % 4;
   const auto* const query = static_cast<const __nv_bfloat16*>(call.query);
@@ -133,15 +153,12 @@ __global__ void __launch_bounds__(32 * kWarps, (kDim == 64 ? 16 : 8) / kWarps) a
     }
   }
 
-  const int num_tokens = nobody ? 0 : length - stop + first_row + num_rows;  // that the last row sees
-  const int64_t row_stride = static_cast<int64_t>(call.num_kv_heads) * call.head_dim;
-  const auto* const pages = static_cast<const __nv_bfloat16*>(call.pages) + static_cast<int64_t>(kv_head) * call.head_dim;
   float largest[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
   float o[kDim / 64][8][4] = {};
 
   for (int tile = warp; tile * kTile < num_tokens; tile += kWarps) {
-    const int own_token = tile * kTile + lane % kTile;
-    const int own_row = own_token < num_tokens ? key_row(call, sequence, own_token) : -1;
+    const int later_row = row_of(tile + 2 * kWarps);
+    fetch(later_row);
     uint4 k[2][kDim / 32], v[4][kDim / 64];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -220,6 +237,7 @@ __global__ void __launch_bounds__(32 * kWarps, (kDim == 64 ? 16 : 8) / kWarps) a
         multiply_add(o[h][j], low[0][0], low[1][0], low[0][1], low[1][1], b0, b1);
       }
     }
+    own_row = next_row, next_row = later_row;
   }
 
   const int num_parts = min(kWarps, (num_tokens + kTile - 1) / kTile);

@@ -10,7 +10,8 @@ namespace equivtest::cuda {
 
 // Programmatic dependent launch (sm_90 and later): a kernel's blocks start while its predecessor still runs, bring
 // their weights into the L2 cache and wait. Every kernel here waits before it reads or writes anything that another
-// one writes, so that the completion of kernel n implies that of kernels 1 .. n - 1.
+// one writes, so that the completion of kernel n implies that of kernels 1 .. n - 1. What it reads before that (weights,
+// rotary tables, positions, slots, page tables, lengths) must not be another of these kernels' output.
 constexpr bool kOverlapLaunches = true;
 
 __device__ __forceinline__ void allow_next_launch() {

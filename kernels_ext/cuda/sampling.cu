@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   float* gathered_x = reinterpret_cast<float*>(memory);
   LogitRow<T> law_row(row, vocab_size, shared, gathered_x, reinterpret_cast<int*>(gathered_x + kCapacity));
   const RowLaw law = laws.at(request);
-  float value;
-  const Problem problem = law_row.read(law, &value);
+  float value = law.temperature;
+  const Problem problem = law.is_valid() ? law_row.read(law, &value) : kBadParams;
   if (problem != kNoProblem) {
     if (threadIdx.x == 0) {
       refuse(results.refusal, index, problem, value);

@@ -40,7 +40,8 @@ enum Problem : uint32_t {
   kBadDraftProbability = 5,
   kNoMass = 6,
   kBadDraftId = 7,
-  kBadRows = 8
+  kBadRows = 8,
+  kBadParams = 9
 };
 
 // The refusal of the lowest row wins, so that the message does not depend on timing.
@@ -68,8 +69,29 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+constexpr int kSlices = 2048;
+
+// Thresholds from .. to - 1, as keys, one of which is a filter's.
+struct Interval {
+  uint32_t from, to;
+};
+
+// Logits from `low` on in equal steps; the first slice has those below too, the last those above.
+struct Slices {
+  float low, step;
+
+  __device__ __forceinline__ int of(float x) const {
+    return static_cast<int>(fminf(fmaxf((x - low) / step, 0.0f), kSlices - 1.0f));
+  }
+  // Bounds of what slice `index` holds, a thousandth of it wider than rounding could make it.
+  __device__ __forceinline__ float begin(int index) const { return low + (static_cast<float>(index) - 1e-3f) * step; }
+  __device__ __forceinline__ float end(int index) const { return begin(index) + 1.002f * step; }
+};
+
 // Shared memory of a block beside the gathered tokens.
 struct Shared {
+  uint32_t counts_of[kSlices];
+  int found[2];
   double sums[kSums][kWarps];
   double total[kSums];
   float floats[kWarps];
@@ -82,6 +104,16 @@ struct Shared {
 __device__ __forceinline__ double warp_sum(double value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+
+// Of a warp's values, those of this lane and of the ones before it.
+__device__ __forceinline__ double prefix_sum(double value) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const double other = __shfl_up_sync(~0u, value, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
+  }
   return value;
 }
 
@@ -254,6 +286,10 @@ struct Items {
 struct RowLaw {
   float temperature, top_p, min_p;
   int top_k;
+
+  __device__ bool is_valid() const {
+    return temperature >= 0 && temperature < kInfinity && top_k >= 0 && top_p > 0 && top_p <= 1 && min_p >= 0 && min_p <= 1;
+  }
 };
 
 // What a token weighs under the law of a row of logits.
@@ -274,19 +310,85 @@ struct PlainWeight {
   __device__ __forceinline__ float probability(float x) const { return x; }
 };
 
-// The largest threshold that tokens of weight `target` reach; they are in `items`, and reach `low`.
-template <class T, class Weight>
-__device__ float find_cut(const Items<T>& items, Weight weight, double target, float low, float high, Shared& shared) {
-  constexpr int kShift = sizeof(T) == 2 ? 16 : 0;  // bfloat16 has no more than its upper bits
+// The bits of a logit that tell it from another, as an integer in its order: bfloat16 has no more than the upper ones.
+template <class T>
+constexpr int kKeyShift = sizeof(T) == 2 ? 16 : 0;
+
+template <class T>
+__device__ __forceinline__ float smallest_of(uint32_t key) {
+  return of_key(key << kKeyShift<T>);
+}
+
+template <class T>
+__device__ __forceinline__ Interval interval(float low, float high) {
   low = fmaxf(low, -FLT_MAX);  // what is below weighs nothing, and the upper bits of -infinity's key are a NaN's
-  uint32_t from = key_of(low) >> kShift, to = (key_of(high) >> kShift) + 1;  // weight(from) >= target > weight(to)
+  return {key_of(low) >> kKeyShift<T>, (key_of(high) >> kKeyShift<T>)+1};
+}
+
+// The slices first .. last - 1 where the threshold of `target` lies, found by counting the tokens of each: what a slice
+// weighs is between its count times the weight at either end. Counts are integers: their order is of no matter.
+template <class T, class Weight>
+__device__ int2 narrow(const Items<T>& items, const Weight& weight, double target, float low, float high,
+                       const Slices& slices, Shared& shared) {
+  constexpr double kSlack = 1e-6;  // for the rounding of weights
+  static_assert(kSlices == 2 * kThreads);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kSlices; i += kThreads) shared.counts_of[i] = 0;
+  if (threadIdx.x == 0) shared.found[0] = 0, shared.found[1] = kSlices;
+  __syncthreads();
+  items.for_each(
+      [&](float x) {
+        if (x >= low) atomicAdd(&shared.counts_of[slices.of(x)], 1u);
+      },
+      [] {});
+  __syncthreads();
+  double sums[2] = {}, least[2], most[2];  // a thread has two slices; those of the largest logits come first
+  const auto slice = [](int i) { return kSlices - 1 - (2 * static_cast<int>(threadIdx.x) + i); };
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int index = slice(i);
+    const uint32_t count = shared.counts_of[index];
+    if (count > 0) {
+      sums[0] += count * static_cast<double>(weight(index == 0 ? low : fmaxf(low, slices.begin(index))));
+      sums[1] += count * static_cast<double>(weight(fminf(high, index == kSlices - 1 ? high : slices.end(index))));
+    }
+    least[i] = sums[0], most[i] = sums[1];
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  double before[2];
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const double through = prefix_sum(sums[side]);
+    if (lane == 31) shared.sums[side][warp] = through;
+    before[side] = through - sums[side];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const double of_warps = prefix_sum(shared.sums[side][lane]);
+    const double of_earlier = __shfl_sync(~0u, of_warps, max(warp - 1, 0));
+    if (warp > 0) before[side] += of_earlier;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if ((before[0] + least[i]) * (1 - kSlack) >= target) atomicMax(&shared.found[0], slice(i));  // surely reached
+    if ((before[1] + most[i]) * (1 + kSlack) < target) atomicMin(&shared.found[1], slice(i));    // surely not
+  }
+  __syncthreads();
+  return make_int2(shared.found[0], shared.found[1]);
+}
+
+// The largest threshold of an interval that tokens of weight `target` reach; the smallest where none is reached.
+template <class T, class Weight>
+__device__ float find_cut(const Items<T>& items, Weight weight, double target, Interval in, Shared& shared) {
+  uint32_t from = in.from, to = in.to;
   while (to - from > 1) {
     float cuts[kCuts], part[kCuts] = {};
     double reached[kSums] = {};
 #pragma unroll
     for (int j = 0; j < kCuts; ++j) {
       const uint32_t step = static_cast<uint32_t>((static_cast<uint64_t>(to - from) * (j + 1)) / (kCuts + 1));
-      cuts[j] = of_key((from + step) << kShift);
+      cuts[j] = smallest_of<T>(from + step);
     }
     items.for_each(
         [&](float x) {
@@ -311,7 +413,7 @@ __device__ float find_cut(const Items<T>& items, Weight weight, double target, f
     }
     from = new_from, to = new_to;
   }
-  return of_key(from << kShift);
+  return smallest_of<T>(from);
 }
 
 // One block's view of a row of logits.
@@ -390,7 +492,8 @@ class LogitRow {
       floor = fmaxf(floor, mass_floor);
     }
     floor = fminf(floor, weight_.max);
-    const int count = gather(floor);
+    const float gathered_from = fmaxf(floor, -FLT_MAX);  // -infinity weighs nothing, and is what a row is padded with
+    const int count = gather([=](float x) { return x >= gathered_from; });
     if (count >= 0) items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
     if (count < 0 || !holds_all(law, by_count, by_mass, floor)) {
       items_ = Items<T>{reader_.row, nullptr, nullptr, vocab_size, true};
@@ -398,14 +501,14 @@ class LogitRow {
     }
     float cut = -kInfinity;
     if (by_count) {
-      cut = find_cut(items_, [](float) { return 1.0f; }, law.top_k, floor, weight_.max, shared_);
+      cut = cut_at([](float) { return 1.0f; }, law.top_k, floor);
     }
     if (by_mass) {
       weight_.cut = cut;
       const double kept = by_count ? kept_mass() : total_;
       const LogitWeight weight = weight_;
       const double target = static_cast<double>(law.top_p) * kept;
-      cut = fmaxf(cut, find_cut(items_, weight, target, floor, weight_.max, shared_));
+      cut = fmaxf(cut, cut_at(weight, target, floor));
     }
     if (by_min) {
       float smallest = weight_.max;
@@ -433,6 +536,36 @@ class LogitRow {
     return floor == -kInfinity || weight_.raw(floor) < law.min_p;
   }
 
+  // The largest threshold that items of weight `target` reach; it is at least `low`. Of a whole row only the tokens near
+  // it are looked at more than a few times.
+  template <class Weight>
+  __device__ float cut_at(const Weight& weight, double target, float low) {
+    low = fmaxf(low, -FLT_MAX);
+    Interval in = interval<T>(low, weight_.max);
+    Items<T> near = items_;
+    if (items_.whole_row) {
+      // Below 2^-126 of the largest a token weighs nothing; where none is cut by weight, few are so far below.
+      const float bottom = fmaxf(low, weight_.max - 126.0f / weight_.scale);
+      const Slices slices{bottom, fmaxf((weight_.max - bottom) / (kSlices - 1), FLT_MIN)};
+      const int2 found = narrow(items_, weight, target, low, weight_.max, slices, shared_);
+      const int count = gather([&](float x) {
+        const int slice = slices.of(x);
+        return x >= low && slice >= found.x && slice < found.y;
+      });
+      if (found.x > 0) low = fmaxf(low, slices.begin(found.x));
+      in = interval<T>(low, found.y == kSlices ? weight_.max : fminf(weight_.max, slices.end(found.y - 1)));
+      if (count >= 0) {
+        double above = 0;
+        float part = 0;
+        items_.for_each([&](float x) { part += slices.of(x) >= found.y ? weight(x) : 0.0f; },
+                        [&] { above += part, part = 0; });
+        target -= block_sum(above, shared_);
+        near = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
+      }
+    }
+    return find_cut(near, weight, target, in, shared_);
+  }
+
   __device__ double kept_mass() {
     double mass = 0;
     float part = 0;
@@ -440,13 +573,13 @@ class LogitRow {
     return block_sum(mass, shared_);
   }
 
-  // Tokens that reach `floor`, in vocabulary order; returns their number, -1 where they do not fit.
-  __device__ int gather(float floor) {
+  // Tokens that `keep` keeps, in vocabulary order; returns their number, -1 where they do not fit.
+  template <class Keep>
+  __device__ int gather(const Keep& keep) {
     constexpr int kWidth = Reader<T>::kWidth, kPairs = kLoadsInFlight / 2;
     constexpr uint32_t kOwn = (1u << kWidth) - 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int num_vectors = reader_.num_vectors();
-    floor = fmaxf(floor, -FLT_MAX);  // a logit of -infinity weighs nothing, and is what a row is padded with
     int count = 0, buffer = 0;
     for (int first = 0; first < num_vectors; first += kThreads * kLoadsInFlight, buffer ^= 1) {
       uint4 raw[kLoadsInFlight];
@@ -462,7 +595,7 @@ class LogitRow {
         float x[kWidth];
         reader_.unpack(raw[k], x);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) reached |= x[j] >= floor ? 1u << (k * kWidth + j) : 0u;
+        for (int j = 0; j < kWidth; ++j) reached |= keep(x[j]) ? 1u << (k * kWidth + j) : 0u;
       }
       uint32_t before[kPairs];  // two counts a word: no sum reaches 2^16
 #pragma unroll
@@ -518,16 +651,6 @@ class LogitRow {
   float floor_ = 0;
   int best_id_ = 0;
 };
-
-// Of a warp's values, those of this lane and of the ones before it.
-__device__ __forceinline__ double prefix_sum(double value) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const double other = __shfl_up_sync(~0u, value, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) value += other;
-  }
-  return value;
-}
 
 // The first id in vocabulary order whose cumulative weight exceeds u * total, or -1 where nothing weighs anything.
 //

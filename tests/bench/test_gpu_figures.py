@@ -47,10 +47,18 @@ def test_decode(tmp_path: Path) -> None:
     assert held(tmp_path, "decode") == [False, True]
 
 
+def controls(*passed: bool) -> list[dict[str, object]]:
+    return [
+        {"name": name, "passed": each, "line": f"line of {name}"}
+        for name, each in zip(("A/A", "planted fault"), passed, strict=True)
+    ]
+
+
 def test_protocol(tmp_path: Path) -> None:
     for name, seconds in (("cuda", 59.9), ("flashinfer", 60.1), ("qwen3-4b", 299.0)):
-        write(tmp_path / f"protocol-{name}.json", [{"part": "total", "seconds": seconds}], settings={"tokens": 786_432})
-    assert held(tmp_path, "protocol") == [True, False, True]
+        settings = {"tokens": 786_432, "verdict": "equivalent", "controls": controls(True, True)}
+        write(tmp_path / f"protocol-{name}.json", [{"part": "total", "seconds": seconds}], settings=settings)
+    assert held(tmp_path, "protocol") == [True, True, True, True, False, True, True, True, True]
     assert "786,432 tokens" in figures(tmp_path, ("protocol",))[0].line()
 
 
@@ -59,21 +67,21 @@ def test_protocol(tmp_path: Path) -> None:
     [("equivalent", (True, True), [True] * 3), ("invalid", (False, True), [False, False, True]),
      ("invalid", (True, False), [False, True, False])],
 )  # fmt: skip
-def test_gate(tmp_path: Path, word: str, passed: tuple[bool, bool], expected: list[bool]) -> None:
-    controls = [
-        {"name": name, "passed": each, "line": f"line of {name}"}
-        for name, each in zip(("A/A", "planted fault"), passed, strict=True)
-    ]
-    write(tmp_path / "gate-cuda" / "verdict.json", [], verdict=word, controls=controls)
-    assert held(tmp_path, "gate") == [*expected, False, False, False]  # of flashinfer there is no run
-    assert "line of A/A" in figures(tmp_path, ("gate",))[1].line()
+def test_a_run_in_time_must_end_well(
+    tmp_path: Path, word: str, passed: tuple[bool, bool], expected: list[bool]
+) -> None:
+    settings = {"verdict": word, "controls": controls(*passed)}
+    write(tmp_path / "protocol-cuda.json", [{"part": "total", "seconds": 1.0}], settings=settings)
+    assert held(tmp_path, "protocol") == [True, *expected, *[False] * 5]  # of the others there is no run
+    assert "line of A/A" in figures(tmp_path, ("protocol",))[2].line()
 
 
 def test_the_committed_gate_run_has_the_words_that_are_looked_for(tmp_path: Path) -> None:
     reference = Path(__file__).parents[2] / "results" / "reference" / "gate-topp95" / "verdict.json"
-    (tmp_path / "gate-cuda").mkdir()
-    (tmp_path / "gate-cuda" / "verdict.json").write_text(reference.read_text("utf-8"))
-    assert held(tmp_path, "gate")[:3] == [True, True, True]
+    verdict = json.loads(reference.read_text("utf-8"))
+    settings = {name: verdict[name] for name in ("verdict", "controls")}
+    write(tmp_path / "protocol-cuda.json", [{"part": "total", "seconds": 1.0}], settings=settings)
+    assert held(tmp_path, "protocol")[:4] == [True] * 4
 
 
 def test_what_is_only_stated_needs_to_be_measured(tmp_path: Path) -> None:
@@ -103,4 +111,4 @@ def test_the_command_ends_as_the_figures_do(tmp_path: Path) -> None:
     assert bad.exit_code == 1
     assert "not held  TPOT in a mixed batch" in bad.output
     assert CliRunner().invoke(main, [str(tmp_path), "nothing"]).exit_code == 2
-    assert "gate" in steps_with_figures()
+    assert "protocol" in steps_with_figures()

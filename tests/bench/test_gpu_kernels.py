@@ -10,9 +10,12 @@ from equivtest.bench.device_clock import copy_bandwidth, num_inputs, time_calls
 from equivtest.bench.gpu_kernels import ALL, VENDOR, Case, bench_gpu_kernels, with_ratios
 
 
-def pieces(logits, batch, draft, temperature, top_p):
+def pieces(logits, draft_token_ids, temperature, top_p):
     assert logits.dtype == torch.bfloat16
+    batch, draft = draft_token_ids.shape
     assert logits.shape[0] == batch * (draft + 1)
+    likeliest = logits.argmax(dim=1).view(batch, draft + 1)[:, :draft]
+    assert torch.equal(draft_token_ids, likeliest), "the drafts of every other way"
     assert (temperature, top_p) == (0.8, 0.95)
     return {"cast": lambda: logits.float(), "softmax": lambda: logits.softmax(dim=1)}
 

@@ -17,12 +17,16 @@ pytestmark = [
 ]
 
 EPS = 1e-5
-ROWS = (1, 2, 3, 5, 8, 9, 64)
-# in_features, out_features: the matrices of SmolLM2-135M, some of Qwen3-4B's, an output count that fills no block of
-# either width, and an input that is not in chunks of 8 numbers.
-MATRICES = ((576, 960), (576, 3072), (1536, 576), (2560, 6144), (9728, 2560), (64, 16404), (40, 6), (36, 50))
+ROWS = (1, 2, 3, 5, 8, 9, 16, 40, 64, 200, 512, 520)
+# in_features, out_features: the matrices of SmolLM2-135M, some of Qwen3's, 8 rows that just fill shared memory, sums
+# that go round the stages twice or fill none, output counts that fill no block or tile, and an input that is not in
+# chunks of 8 numbers.
+MATRICES = (
+    *((576, 960), (576, 3072), (1536, 576), (2560, 6144), (9728, 2560), (2560, 19456), (3072, 1024), (3072, 5120)),
+    *((64, 16404), (40, 6), (136, 300), (8, 4), (36, 50)),
+)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-OPS = ("product", "rms_norm", "normed_linear", "normed_gate", "add_linear")
+OPS = ("head", "rms_norm", "normed_linear", "normed_gate", "add_linear")
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +50,19 @@ def operands(rows: int, size: int, outputs: int, dtype: torch.dtype) -> dict[str
 
 def run(layers: CudaLayers | TorchLayers, op: str, given: dict[str, Tensor]) -> Tensor:
     x, norm, hidden = given["x"].clone(), given["norm"], given["hidden"].clone()
-    weight = layers.linear(given["weight"])
+    weight, normed = layers.linear(given["weight"]), layers.linear(given["weight"], norm)
     match op:
-        case "product":
+        case "head":
             return layers.head(x, weight).to(x.dtype)
         case "rms_norm":
-            return layers.rms_norm(x, norm, EPS)
+            return layers.rms_norm(layers.residual(x), norm, EPS)
         case "normed_linear":
-            return layers.normed_linear(x, norm, EPS, weight)
+            return layers.normed_linear(layers.residual(x), EPS, normed)
         case "normed_gate":
-            return layers.normed_gate(x, norm, EPS, weight)
+            return layers.normed_gate(layers.residual(x), EPS, normed)
         case _:
-            return layers.add_linear(hidden, x, weight)
+            sum_ = layers.add_linear(layers.residual(hidden), x, weight)
+            return sum_ if isinstance(sum_, Tensor) else sum_.narrow
 
 
 def exact(op: str, given: dict[str, Tensor]) -> Tensor:
@@ -65,7 +70,7 @@ def exact(op: str, given: dict[str, Tensor]) -> Tensor:
     x, norm, weight, hidden = (given[name].double() for name in ("x", "norm", "weight", "hidden"))
     normed = x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt() * norm
     match op:
-        case "product":
+        case "head":
             return x @ weight.T
         case "rms_norm":
             return normed
@@ -115,7 +120,7 @@ FAULTS = {
     "the norm's weight is shifted": (NORMED, "norm", lambda x: x.roll(1)),
     "gate and up are swapped": (("normed_gate",), "weight", lambda x: x.roll(len(x) // 2, dims=0)),
     "the residual is another row's": (("add_linear",), "hidden", lambda x: x.roll(1, dims=0)),
-    "outputs are shifted": (("product", "normed_linear"), "weight", lambda x: x.roll(1, dims=0)),
+    "outputs are shifted": (("head", "normed_linear"), "weight", lambda x: x.roll(1, dims=0)),
 }
 
 
@@ -127,6 +132,23 @@ def test_a_planted_fault_is_seen(layers: CudaLayers, op: str, fault: str, rows: 
     _, name, plant = FAULTS[fault]
     out = run(layers, op, given | {name: plant(given[name])})
     assert excess(out, run(TorchLayers(), op, given), exact(op, given)) > LARGEST_EXCESS
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 520])
+def test_many_additions_round_once_each_in_float32(layers: CudaLayers, rows: int) -> None:
+    """A stream of large values that small ones are added to: bfloat16 would lose them all."""
+    hidden = torch.full((rows, 576), 256.0, dtype=torch.bfloat16, device="cuda")
+    x, weight = 0.5 * random(rows, 64, dtype=torch.bfloat16), layers.linear(random(576, 64, dtype=torch.bfloat16) / 32)
+    stream = layers.residual(hidden.clone())
+    for _ in range(20):
+        stream = layers.add_linear(stream, x, weight)
+    expected = hidden.double() + 20 * (x.double() @ weight.T.double())
+    assert (stream.wide - expected).abs().max() <= 1e-3
+    assert torch.equal(stream.narrow, stream.wide.bfloat16())
+    narrow = TorchLayers().residual(hidden.clone())
+    for _ in range(20):
+        narrow = TorchLayers().add_linear(narrow, x, TorchLayers().linear(weight))
+    assert (narrow - expected).abs().max() > 0.1, "the twin: a bfloat16 stream is seen"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8])

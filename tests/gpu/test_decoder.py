@@ -147,6 +147,23 @@ def test_bfloat16_log_probabilities_are_near_transformers(
         assert worst <= 0.20
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 64, 256])
+def test_a_bfloat16_step_is_the_same_to_the_last_bit_every_time(bfloat16: Model, rows: int) -> None:
+    """Launches overlap and share memory in stages: a race would show in some of 200 replays."""
+    kv = PagedKVCache(bfloat16.config, num_pages=8 * rows, max_sequences=rows, dtype=torch.bfloat16, device="cuda")
+    sequences = np.array([kv.new_sequence() for _ in range(rows)])
+    token_ids = torch.arange(40 * rows) * 31 % bfloat16.config.vocab_size
+    bfloat16.forward(token_ids.cuda(), kv.extend(sequences, np.full(rows, 40)), kv)
+    first: Tensor | None = None
+    for _ in range(200):
+        logits = bfloat16.step_logits(token_ids[:rows], kv.extend(sequences, np.ones(rows, np.int64)), kv)
+        first = logits.clone() if first is None else first
+        assert torch.equal(logits, first)
+        kv.truncate(sequences, np.full(rows, 40))
+    other = bfloat16.step_logits(token_ids[:rows] + 1, kv.extend(sequences, np.ones(rows, np.int64)), kv)
+    assert not torch.equal(other, first), "the twin: another token is seen"
+
+
 def predicted(logits: Tensor, token_ids: Tensor) -> Tensor:
     """[num_tokens - 1], the log-probability of each token but the first."""
     return logits.log_softmax(-1)[:-1].gather(1, token_ids[1:, None])[:, 0]
@@ -238,10 +255,11 @@ def test_a_gpu_draws_what_the_processor_draws(drafter: str, config: str, accepta
 
 
 class CountWaits:
-    """Counts the waits for the device within every step."""
+    """Counts the waits for the device within every step, beside the one that reads what was committed."""
 
     def __init__(self, stages: Stages) -> None:
         self.waits: list[int] = []
+        self.places: list[str] = []
         inner_propose, inner_commit = stages.propose, stages.commit
         self._caught: Any = None
 
@@ -255,7 +273,9 @@ class CountWaits:
         def commit(*arguments: Any) -> int:
             num_tokens = inner_commit(*arguments)
             torch.cuda.set_sync_debug_mode("default")
-            self.waits.append(sum("synchroniz" in str(entry.message) for entry in self._log))
+            waits = [entry for entry in self._log if "called a synchronizing" in str(entry.message)]
+            self.waits.append(len(waits))
+            self.places += [f"step {len(self.waits)}: {entry.filename}:{entry.lineno}" for entry in waits]
             self._caught.__exit__(None, None, None)
             return num_tokens
 
@@ -266,7 +286,8 @@ class CountWaits:
 def test_a_step_waits_for_the_device_once(
     drafter: str | None, smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]
 ) -> None:
-    """The one wait is for what was committed. The first call captures graphs, which wait for each other."""
+    """The one wait is for the event after what was committed. The first call captures graphs, which wait for each
+    other."""
     model = on_gpu(smollm2_checkpoint, get_backend("cuda"), torch.bfloat16)
     made = executor(model, drafter or "ngram")
     requests = requests_for(prompts, CONFIGS["topp95"], max_tokens=24)
@@ -279,7 +300,7 @@ def test_a_step_waits_for_the_device_once(
 
     made.generate(requests, speculative=drafter is not None, fault=count)
     assert len(counted[0].waits) > 5
-    assert set(counted[0].waits) == {1}
+    assert not any(counted[0].waits), counted[0].places
 
 
 def test_a_wait_too_many_is_counted(smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]) -> None:
@@ -298,4 +319,4 @@ def test_a_wait_too_many_is_counted(smollm2_checkpoint: Checkpoint, prompts: lis
         return counted[-1].stages
 
     made.generate(requests_for(prompts, CONFIGS["topp95"], max_tokens=12), speculative=True, fault=count)
-    assert min(counted[0].waits) >= 2
+    assert min(counted[0].waits) >= 1

@@ -23,6 +23,7 @@ from equivtest.protocol.plan import Protocol
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Arm
 from equivtest.stats.law import law_family
+from equivtest.stats.logprobs import BFLOAT16
 from tests.gpu.vendor import flashinfer_backend, version
 
 pytestmark = pytest.mark.gpu
@@ -45,13 +46,13 @@ def p_values(engine: DecoderEngine, folder: Path, fault: Fault) -> dict[str, flo
     batch = shards_of(protocol, Arm.BIASED, CONFIG)
     gather(folder, protocol, engine, [batch], Silent(), fault.name, fault=fault)
     tokens = read_scored_tokens(folder, [batch], protocol.num_positions)
-    return {line.name: line.p_value for line in law_family(tokens, CONFIG).evidence}
+    return {line.name: line.p_value for line in law_family(tokens, CONFIG, tolerance=BFLOAT16).evidence}
 
 
 def test_explicit_offsets_pass(engine: DecoderEngine, tmp_path: Path) -> None:
     found = p_values(engine, tmp_path, correct(Setting(config=CONFIG)))
     assert "lag_recovered" in found
-    assert min(found.values()) > 1e-4, found
+    assert not {name: p for name, p in found.items() if p <= 1e-4}
 
 
 def test_a_generator_left_to_itself_is_found_where_it_shares_a_coin(engine: DecoderEngine, tmp_path: Path) -> None:
@@ -60,4 +61,4 @@ def test_a_generator_left_to_itself_is_found_where_it_shares_a_coin(engine: Deco
     if version() < (0, 7, 4):
         assert found["lag_recovered"] < 1e-12, found
     else:
-        assert min(found.values()) > 1e-4, found
+        assert not {name: p for name, p in found.items() if p <= 1e-4}
