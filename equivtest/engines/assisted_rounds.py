@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
@@ -37,10 +35,11 @@ class AssistedRounds:
     def end(self) -> None:
         pass
 
-    def generation(self, *, batch_row: int, ends: Sequence[int]) -> Generation:
-        """The text with the origin of every token. ends: token ids that end it.
+    def generation(self, *, batch_row: int) -> Generation:
+        """The text with the origin of every token.
 
-        A round that puts out fewer tokens than it drafted has recovered the last of them, unless the text ended there.
+        A round that puts out fewer tokens than it drafted has recovered the last of them. Only the last round may have
+        been cut off instead, by the length or the end of the text: there a token that is the draft was kept.
         """
         token_ids: list[int] = []
         origins: list[Origin] = []
@@ -52,7 +51,7 @@ class AssistedRounds:
         for step, (drafts, put_out) in enumerate(self._rounds):
             for slot, token in enumerate(put_out):
                 is_last = slot == len(put_out) - 1
-                kept = not is_last or (step == last and slot < len(drafts) and token == drafts[slot] and token in ends)
+                kept = not is_last or (step == last and token in drafts[slot : slot + 1])
                 if not drafts:
                     origins.append(Origin.PLAIN)
                 elif slot == len(drafts):

@@ -211,7 +211,7 @@ class TransformersEngine:
             },
             **ways[self._options.drafter],
         )
-        return [rounds.generation(batch_row=row, ends=self._ends(request.params))]
+        return [rounds.generation(batch_row=row)]
 
     def _call(
         self, request: Request, *, count: int = 1, extra: Mapping[str, Any] | None = None, **settings: Any
