@@ -214,10 +214,9 @@ def require_attention(backend: KernelBackend, dtype: torch.dtype) -> None:
     """Raise InvalidSetting unless the backend's attention takes models of that dtype."""
     served = backend.capabilities.attention_dtypes
     if dtype not in served:
-        names = " or ".join(sorted(str(one).removeprefix("torch.") for one in served))
-        raise InvalidSetting(
-            "dtype", str(dtype).removeprefix("torch."), f"kernels {backend.name} attend in {names} only"
-        )
+        names = sorted(str(one).removeprefix("torch.") for one in served)
+        takes = f"kernels {backend.name} attend in {' or '.join(names)} only: --dtype {names[0]}"
+        raise InvalidSetting("dtype", str(dtype).removeprefix("torch."), takes)
 
 
 def _resolve_kernels(options: EngineOptions) -> tuple[str, Mapping[str, str]]:

@@ -61,15 +61,6 @@ __device__ __forceinline__ int key_row(const Attention& call, int sequence, int 
   return page * 2 * call.page_size + token % call.page_size;
 }
 
-// c += a b: a [16, 16] row major, b [16, 8] column major, in the layout of the PTX manual (9.7.14.5.8).
-__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                             uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ uint32_t word(const uint4& x, int index) {
   return index == 0 ? x.x : index == 1 ? x.y : index == 2 ? x.z : x.w;
 }

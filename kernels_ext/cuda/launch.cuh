@@ -1,4 +1,4 @@
-// Launches, and loads and stores of float and bfloat16, for the small kernels of a decode step.
+// What the small kernels of a decode step share: launches, loads and stores of float and bfloat16, matrix products.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -78,6 +78,17 @@ __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   const uint32_t first = __bfloat16_as_ushort(__float2bfloat16_rn(low));
   const uint32_t second = __bfloat16_as_ushort(__float2bfloat16_rn(high));
   return first | second << 16;
+}
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// c += a b: a [16, 16] row major, b [16, 8] column major, in the layout of the PTX manual (9.7.14.5.8).
+__device__ __forceinline__ void multiply_add(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                             uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -13,8 +13,6 @@ using bf16 = __nv_bfloat16;
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
 // A block per row of x, which is rounded to T as it is written. norm may be null.
 template <class T>
 __global__ void __launch_bounds__(kThreads) rms_norm(const float* x, const T* norm, T* out, int size, float eps) {

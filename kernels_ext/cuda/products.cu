@@ -33,8 +33,6 @@ struct Product {
   float eps;
 };
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
 __device__ __forceinline__ float inverse_rms(const Product& call, float squares) {
   return call.scaled ? rsqrtf(squares / static_cast<float>(call.in_features) + call.eps) : 1.0f;
 }
@@ -196,14 +194,6 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const uint4* fr
                : "memory");
 }
 
-// c += a b: a [16, 16] row major, b [16, 8] column major, in the layout of the PTX manual (9.7.14.5.8).
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Shared memory of a tile's stages.
 constexpr size_t tile_bytes(int rows, int outputs, bool is_gate, int stages) {
   return sizeof(uint4) * kChunks * stages * (rows + (is_gate ? 2 : 1) * outputs);
@@ -301,8 +291,8 @@ __global__ void __launch_bounds__(kTileThreads) tiles(const Product call) {
       for (int j = 0; j < T::kColumns; j += 2) {
         uint32_t b[4];
         load_matrices(b, w + place_of(8 * j + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
-        multiply_add(c[j], a, b[0], b[1]);
-        multiply_add(c[j + 1], a, b[2], b[3]);
+        multiply_add(c[j], a[0], a[1], a[2], a[3], b[0], b[1]);
+        multiply_add(c[j + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
     __syncthreads();
