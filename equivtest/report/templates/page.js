@@ -47,10 +47,10 @@ const page = (() => {
   button.hidden = false;
   label();
 
-  // On paper nothing can be unfolded.
+  // On paper nothing can be unfolded; what is long and is in evidence.parquet as well stays folded.
   const folded = [];
   window.addEventListener("beforeprint", () => {
-    for (const details of document.querySelectorAll("details:not([open])")) {
+    for (const details of document.querySelectorAll("details:not([open], .stays)")) {
       details.open = true;
       folded.push(details);
     }
