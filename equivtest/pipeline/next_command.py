@@ -24,8 +24,7 @@ def next_command(command: str, word: Word, *, budget: str, subject: Mapping[str,
     if word is Word.DIFFERENT and subject.get("acceptance") in ("chain", "match"):
         other = "match" if subject["acceptance"] == "chain" else "chain"
         return shlex.join(_changed(words, "--acceptance", other))
-    undecided = word is Word.INCONCLUSIVE or (word is Word.EQUIVALENT and BUDGETS[budget].caveat)
-    if undecided and budget in _NEXT_BUDGET:
+    if budget in _NEXT_BUDGET and (word is Word.INCONCLUSIVE or (word is Word.EQUIVALENT and BUDGETS[budget].caveat)):
         return shlex.join(_changed(words, "--budget", _NEXT_BUDGET[budget]))
     return None
 
