@@ -13,6 +13,8 @@ from equivtest.report import words
 from equivtest.report.data import ReportData
 from equivtest.report.figures import acceptance_figure
 
+_ORDER = list(map(str, Arm))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRow:
@@ -61,9 +63,10 @@ def acceptance_sections(data: ReportData) -> tuple[AcceptanceSection, ...]:
         drawing = acceptance_figure(own, expected, name=f"slots-{index}")
         if drawing is not None:
             table = own.merge(expected.drop(columns="config"), how="left", on=["arm", "slot"])
-            rows = tuple(_slot_row({str(key): value for key, value in row.items()}) for row in table.to_dict("records"))
+            rows = [_slot_row({str(key): value for key, value in row.items()}) for row in table.to_dict("records")]
+            rows.sort(key=lambda row: (_ORDER.index(row.arm), row.slot))
             sections.append(
-                AcceptanceSection(name=config.name, drawing=drawing, rows=rows, has_expected=bool(len(expected)))
+                AcceptanceSection(name=config.name, drawing=drawing, rows=tuple(rows), has_expected=bool(len(expected)))
             )
     return tuple(sections)
 
@@ -79,7 +82,7 @@ def speed_rows(data: ReportData) -> tuple[SpeedRow, ...]:
             tokens_per_s=f"{arm.tokens_per_s:,.0f}",
             ratio=words.NOTHING if plain is None else f"{arm.tokens_per_s / plain:.2f}",
         )
-        for arm in data.speed
+        for arm in sorted(data.speed, key=lambda arm: _ORDER.index(arm.arm))
     )
 
 
