@@ -36,7 +36,7 @@ from equivtest.records import Arm, Comparison, Evidence, Origin, Word
 from equivtest.samples.reader import acceptance_by_arm, acceptance_by_slot, read_samples
 from equivtest.stats.marginal import MarginalResult, choose_permutations
 from equivtest.verdict.decide import decide, standing
-from equivtest.verdict.diagnosis import diagnose
+from equivtest.verdict.diagnosis import Diagnosis, diagnose
 from equivtest.verdict.facts import LAW_ROLES, ConfigFacts, Finding, Flag, Place, Role, RunFacts
 from equivtest.verdict.findings import Cell
 from equivtest.verdict.identity_findings import adjusted_identity_evidence, identity_finding
@@ -59,7 +59,10 @@ class Analysis:
     pit: pd.DataFrame
     quantiles: pd.DataFrame
     power: pd.DataFrame
+    expected: pd.DataFrame
     """Columns as report.data has them."""
+    stages: tuple[str, ...]
+    """Where each sentence of the verdict's diagnosis points."""
     different: bool
     """Whether a sequential run has shown a difference."""
     equivalent: bool
@@ -102,15 +105,16 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
         findings.append(watch_finding(Arm.ON, law.watches))
     if law.reference_watches:
         findings.append(watch_finding(Arm.OFF, law.reference_watches))
+    diagnosis = _diagnosis(
+        protocol, judged, law.evidence, joint_off_on, options, identity, kept_lines(run_dir / ALTERNATIVES_FILE)
+    )
     facts = RunFacts(
         configs=configs,
         planted_fault=protocol.planted_words,
         confirm=options.confirm,
         caveats=tuple(_caveats(run_dir, protocol, law)),
         refusals=tuple(refusals),
-        diagnosis=_diagnosis(
-            protocol, judged, law.evidence, joint_off_on, options, identity, kept_lines(run_dir / ALTERNATIVES_FILE)
-        ),
+        diagnosis=tuple(one.sentence for one in diagnosis),
         unsettled=(*_unsettled(configs, law.left_out), *(() if finished else (_NOT_FINISHED,))),
     )
     verdict = decide(facts, findings, law.intervals)
@@ -131,6 +135,8 @@ def analyse(run_dir: Path, protocol: Protocol, options: AnalysisOptions, *, fini
         pit=law.pit,
         quantiles=pd.concat(quantiles[len(quantiles) > 1 :], ignore_index=True),
         power=law.power,
+        expected=law.expected,
+        stages=tuple(one.stage for one in diagnosis) if verdict.diagnosis else (),
         different=different,
         equivalent=bool(law.watches) and equivalent,
         wants=_ordered_wants(judged, findings, options),
@@ -173,8 +179,8 @@ def _diagnosis(
     options: AnalysisOptions,
     identity: Lines,
     alternatives: Lines,
-) -> tuple[str, ...]:
-    """Sentences on every config, with its name where there are several, from what stands on fresh seeds."""
+) -> tuple[Diagnosis, ...]:
+    """On every config, with its name where there are several, from what stands on fresh seeds."""
     standing_places = {
         (one.finding.family, one.finding.role): {flag.place for flag in _standing_flags(one.finding, options)}
         for one in judged
@@ -187,7 +193,7 @@ def _diagnosis(
             for line in lines
         ]
 
-    said = []
+    said: list[Diagnosis] = []
     for config in protocol.configs:
         own = [line for line in joint if line.stratum.endswith(f" / {config}")]
         found = diagnose(
@@ -197,7 +203,8 @@ def _diagnosis(
             identity=identity.get(config, ()),
             alternatives=alternatives.get(config, ()),
         )
-        said += [f"{config}: {one.sentence}" if len(protocol.configs) > 1 else one.sentence for one in found]
+        name = f"{config}: " if len(protocol.configs) > 1 else ""
+        said += [one._replace(sentence=f"{name}{one.sentence}") for one in found]
     return tuple(said)
 
 

@@ -10,8 +10,8 @@ import pandas as pd
 from equivtest.errors import StatisticsError
 from equivtest.pipeline.side_by_side import side_by_side
 from equivtest.records import Arm
-from equivtest.report.data import PIT_COLUMNS, POWER_COLUMNS, QUANTILE_COLUMNS
-from equivtest.stats.bands import binomial_band, uniform_quantile_band
+from equivtest.report.data import EXPECTED_COLUMNS, PIT_COLUMNS, POWER_COLUMNS, QUANTILE_COLUMNS
+from equivtest.stats.bands import binomial_band, sum_band, uniform_quantile_band
 from equivtest.stats.law_martingale import has_certain_drafts
 from equivtest.stats.law_uniform import NUM_BINS, pit_histogram
 from equivtest.stats.marginal import MarginalResult
@@ -69,6 +69,17 @@ def pit_frame(config: str, arm: Arm, tokens: ScoredTokens) -> pd.DataFrame:
         for order, values in (("rank", tokens.pit_rank), ("vocab", tokens.pit_vocab))
     ]
     return pd.concat(frames, ignore_index=True)
+
+
+def expected_frame(config: str, arm: Arm, tokens: ScoredTokens) -> pd.DataFrame:
+    """What share of the drafts reached at each slot the law accepts: the mean of p(draft). Empty where drafts were
+    sampled: what they are accepted with then depends on all of q."""
+    rows: list[tuple[object, ...]] = []
+    if tokens.has_draft.any() and has_certain_drafts(tokens):
+        for slot in np.unique(tokens.slot[tokens.has_draft]).tolist():
+            p_draft = tokens.q_mean[tokens.has_draft & (tokens.slot == slot)]
+            rows.append((str(arm), config, slot, float(p_draft.mean()), *sum_band(p_draft)))
+    return pd.DataFrame(rows, columns=list(EXPECTED_COLUMNS))
 
 
 def power_frame(scored: Mapping[str, ScoredTokens], num_seeds: int, num_tests: int) -> pd.DataFrame:

@@ -10,11 +10,11 @@ import pandas as pd
 
 from equivtest.errors import InsufficientSamples, MissingSamples, StatisticsError
 from equivtest.pipeline.families import Judged, LawEvidence, RunSamples, judge_law, judge_reference
-from equivtest.pipeline.frames import pit_frame, power_frame
+from equivtest.pipeline.frames import expected_frame, pit_frame, power_frame
 from equivtest.pipeline.side_by_side import side_by_side
 from equivtest.pipeline.watch import Watch, watch
 from equivtest.records import Arm, Evidence
-from equivtest.report.data import PIT_COLUMNS
+from equivtest.report.data import EXPECTED_COLUMNS, PIT_COLUMNS
 from equivtest.stats.law import LawResult
 from equivtest.stats.law_difference import on_minus_off
 from equivtest.stats.scored import ScoredTokens
@@ -22,6 +22,7 @@ from equivtest.verdict.facts import LAW_ROLES, Interval
 from equivtest.verdict.law_findings import adjusted_law_evidence, margin_intervals
 
 _NO_PIT = pd.DataFrame(columns=list(PIT_COLUMNS))
+_NO_EXPECTED = pd.DataFrame(columns=list(EXPECTED_COLUMNS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,6 +37,8 @@ class LawOnArms:
     """Tests that arm on had too little for, by config."""
     intervals: tuple[Interval, ...]
     pit: pd.DataFrame
+    expected: pd.DataFrame
+    """Accepted share of the drafts at each slot."""
     power: pd.DataFrame
     watches: Mapping[str, Watch]
     """Of a sequential run's arm on, by config."""
@@ -51,6 +54,7 @@ class LawOnArms:
             left_out={},
             intervals=(),
             pit=_NO_PIT,
+            expected=_NO_EXPECTED,
             power=power_frame({}, 0, 0),
             watches={},
             reference_watches={},
@@ -93,6 +97,7 @@ class LawOnArms:
 
         both = Arm.OFF in results and Arm.ON in results
         on_off = protocol.configs if both else ()
+        judged_pairs = [(arm, config) for arm in results for config in results[arm]]
         num_tests = sum(len(own) for own in evidence.get(Arm.ON, {}).values())
         return cls(
             judged=judged,
@@ -104,15 +109,18 @@ class LawOnArms:
             ),
             left_out={config: result.left_out for config, result in results.get(Arm.ON, {}).items()},
             intervals=margin_intervals(evidence.get(Arm.ON, {}), protocol.num_seeds),
-            pit=pd.concat(
-                [_NO_PIT, *(pit_frame(config, arm, scored[arm, config]) for arm in results for config in results[arm])],
-                ignore_index=True,
-            )
-            if results
-            else _NO_PIT,
+            pit=_joined(_NO_PIT, [pit_frame(config, arm, scored[arm, config]) for arm, config in judged_pairs]),
+            expected=_joined(
+                _NO_EXPECTED, [expected_frame(config, arm, scored[arm, config]) for arm, config in judged_pairs]
+            ),
             power=power_frame(
                 {config: scored[Arm.ON, config] for config in results.get(Arm.ON, {})}, protocol.num_seeds, num_tests
             ),
             watches=watched(Arm.ON),
             reference_watches=watched(Arm.OFF),
         )
+
+
+def _joined(nothing: pd.DataFrame, frames: list[pd.DataFrame]) -> pd.DataFrame:
+    filled = [frame for frame in frames if len(frame)]
+    return pd.concat(filled, ignore_index=True) if filled else nothing

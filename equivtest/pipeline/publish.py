@@ -11,20 +11,24 @@ import pandas as pd
 from equivtest.files import write_whole
 from equivtest.pipeline.analyse import Analysis
 from equivtest.pipeline.manifest import VERDICT_FILE, Manifest
+from equivtest.pipeline.next_command import next_command
+from equivtest.pipeline.shown_tokens import shown_tokens
+from equivtest.protocol.budgets import BUDGETS
 from equivtest.protocol.configs import CONFIGS, describe_params
 from equivtest.protocol.plan import Protocol
 from equivtest.records import Arm, Evidence
-from equivtest.report.data import EVIDENCE_COLUMNS, ConfigFacts, ControlResult, ReportData
+from equivtest.report.data import EVIDENCE_COLUMNS, ArmSpeed, ConfigFacts, ControlResult, ReportData
 from equivtest.report.html import write_html
 from equivtest.report.junit import write_junit
 from equivtest.report.summary import write_summary
 from equivtest.report.tables import write_cells, write_evidence
+from equivtest.report.tokens import ShownTokens
 from equivtest.verdict.verdict import Verdict
 
 
 def publish(run_dir: Path, protocol: Protocol, analysis: Analysis) -> ReportData:
     """Write every file of the report into the run folder, beside its manifest, and return what they show."""
-    data = report_data(Manifest.read(run_dir), protocol, analysis)
+    data = report_data(Manifest.read(run_dir), protocol, analysis, shown_tokens(run_dir, protocol))
     write_cells(data, run_dir / "cells.parquet")
     write_evidence(data, run_dir / "evidence.parquet")
     write_whole(run_dir / VERDICT_FILE, json.dumps(analysis.verdict.to_dict(), indent=2) + "\n")
@@ -34,7 +38,7 @@ def publish(run_dir: Path, protocol: Protocol, analysis: Analysis) -> ReportData
     return data
 
 
-def report_data(manifest: Manifest, protocol: Protocol, analysis: Analysis) -> ReportData:
+def report_data(manifest: Manifest, protocol: Protocol, analysis: Analysis, shown: ShownTokens) -> ReportData:
     """The view of a run that every renderer shows."""
     verdict = analysis.verdict
     return ReportData(
@@ -43,7 +47,7 @@ def report_data(manifest: Manifest, protocol: Protocol, analysis: Analysis) -> R
         word=verdict.word,
         headline=verdict.headline,
         reasons=verdict.reasons,
-        next_steps=verdict.next_steps,
+        next_steps=(*verdict.next_steps, *_next_commands(manifest, protocol, verdict)),
         gate_of_record=verdict.gate_of_record.line,
         exit_code=verdict.exit_code,
         controls=_controls(verdict),
@@ -52,6 +56,15 @@ def report_data(manifest: Manifest, protocol: Protocol, analysis: Analysis) -> R
         evidence=evidence_frame(analysis.evidence),
         acceptance=analysis.acceptance,
         diagnosis=verdict.diagnosis,
+        stages=analysis.stages,
+        gates=not (protocol.budget in BUDGETS and BUDGETS[protocol.budget].caveat),
+        speed=tuple(
+            ArmSpeed(arm=arm, num_tokens=manifest.arm_tokens[arm], seconds=seconds)
+            for arm, seconds in manifest.arm_seconds.items()
+            if seconds > 0 and manifest.arm_tokens.get(arm)
+        ),
+        expected=analysis.expected,
+        shown=shown,
         pit=analysis.pit,
         quantiles=analysis.quantiles,
         power=analysis.power,
@@ -68,6 +81,11 @@ def _scoring_cost(manifest: Manifest) -> dict[str, str]:
         sum(seconds[arm] for arm in scored) for seconds in (manifest.score_seconds, manifest.arm_seconds)
     )
     return {"scoring_cost": f"{spent:,.0f} s, {spent / collecting:.0%} of the time of collecting the same samples"}
+
+
+def _next_commands(manifest: Manifest, protocol: Protocol, verdict: Verdict) -> tuple[str, ...]:
+    command = next_command(manifest.command, verdict.word, budget=protocol.budget, subject=manifest.subject)
+    return () if command is None else (command,)
 
 
 def evidence_frame(evidence: tuple[Evidence, ...]) -> pd.DataFrame:

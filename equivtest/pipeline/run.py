@@ -31,6 +31,7 @@ from equivtest.pipeline.manifest import (
 )
 from equivtest.pipeline.progress import Listener, Silent
 from equivtest.pipeline.publish import publish
+from equivtest.pipeline.texts import keep_token_texts
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.configs import CONFIGS, resolve_configs
 from equivtest.protocol.plan import INFLATED_ACCEPTANCE, LIKELIEST_TOKEN, Batch, Protocol
@@ -188,6 +189,7 @@ def _run(options: RunOptions, protocol: Protocol, engine: Engine, run_dir: Path,
         listener.finish()
         Manifest.read(run_dir).with_status(Status.ERROR, error=f"{type(error).__name__}: {error}").write(run_dir)
         raise
+    keep_token_texts(run_dir, engine)
     manifest.with_status(Status.COMPLETE).write(run_dir)
     data = publish(run_dir, protocol, analysis)
     return RunResult(run_dir=run_dir, analysis=analysis, data=data)

@@ -10,6 +10,7 @@ import pandas as pd
 
 from equivtest.errors import InvalidSetting
 from equivtest.records import Arm, Comparison, Word
+from equivtest.report.tokens import ShownTokens
 
 COMPARISON_EXPECTS: Mapping[Comparison, str] = {
     Comparison.OFF_ON: "agree?",
@@ -58,6 +59,7 @@ EVIDENCE_COLUMNS = (
     "method",
 )
 ACCEPTANCE_COLUMNS = ("arm", "config", "slot", "reached", "accepted")
+EXPECTED_COLUMNS = ("arm", "config", "slot", "expected", "low", "high")
 PIT_COLUMNS = ("config", "arm", "order", "bin", "count", "expected", "low", "high")
 QUANTILE_COLUMNS = ("comparison", "expected", "observed", "low", "high")
 POWER_COLUMNS = ("config", "test", "bias", "power")
@@ -66,6 +68,7 @@ FRAMES: Mapping[str, tuple[str, ...]] = {
     "cells": CELL_COLUMNS,
     "evidence": EVIDENCE_COLUMNS,
     "acceptance": ACCEPTANCE_COLUMNS,
+    "expected": EXPECTED_COLUMNS,
     "pit": PIT_COLUMNS,
     "quantiles": QUANTILE_COLUMNS,
     "power": POWER_COLUMNS,
@@ -75,6 +78,7 @@ FRAMES: Mapping[str, tuple[str, ...]] = {
 _ONE_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("cells", "comparison"): tuple(Comparison),
     ("quantiles", "comparison"): tuple(Comparison),
+    ("expected", "arm"): tuple(Arm),
     ("pit", "arm"): tuple(Arm),
     ("pit", "order"): ("rank", "vocab"),
     ("power", "test"): ("law", "neyman_pearson"),
@@ -126,6 +130,19 @@ class ConfigFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArmSpeed:
+    """What generating an arm took."""
+
+    arm: str
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """The input of every renderer. Equal data give equal bytes in every output."""
 
@@ -154,6 +171,17 @@ class ReportData:
     """Provenance; `command`, if there, reproduces the run. Values may be text, numbers, lists and mappings of them."""
     diagnosis: tuple[str, ...] = ()
     """What is wrong and where to look, a sentence each; empty when nothing is, or nothing more can be said."""
+    stages: tuple[str, ...] = ()
+    """The stage of the decoder that each sentence of the diagnosis points to."""
+    gates: bool = True
+    """Whether a run of this size may decide a merge."""
+    speed: tuple[ArmSpeed, ...] = ()
+    """What generating took, by arm."""
+    expected: pd.DataFrame = field(default_factory=partial(_empty, EXPECTED_COLUMNS))
+    """EXPECTED_COLUMNS, the share of the drafts at a slot that the law accepts, with its 95 % band in a run of this
+    size; empty without a law or where drafts are sampled."""
+    shown: ShownTokens = field(default_factory=ShownTokens)
+    """The tokens themselves, as far as the page shows them."""
     pit: pd.DataFrame = field(default_factory=partial(_empty, PIT_COLUMNS))
     """PIT_COLUMNS, the histogram of an arm's probability integral transforms in an order of the vocabulary (`rank` or
     `vocab`): bins 0..19, with the count of a uniform law and a pointwise 95 % band; empty without a law."""

@@ -46,9 +46,12 @@ def tv_figure(cells: pd.DataFrame, *, comparison: Comparison, tv_max: float, nam
         )
 
 
-def acceptance_figure(acceptance: pd.DataFrame, *, config: str, name: str) -> Markup | None:
-    """Bars of accepted over reached drafts by slot, for the speculative arms; None when nothing speculated."""
-    acceptance = acceptance.loc[(acceptance["config"] == config) & (acceptance["reached"] > 0)]
+def acceptance_figure(acceptance: pd.DataFrame, expected: pd.DataFrame, *, name: str) -> Markup | None:
+    """Bars of accepted over reached drafts by slot, for the speculative arms, each with a line where the law puts it;
+    None when nothing speculated.
+
+    `acceptance` and `expected` hold ACCEPTANCE_COLUMNS and EXPECTED_COLUMNS of one configuration.
+    """
     styles = [style for style in _ARM_STYLES if (acceptance["arm"] == style[0]).any()]
     if not styles:
         return None
@@ -70,11 +73,20 @@ def acceptance_figure(acceptance: pd.DataFrame, *, config: str, name: str) -> Ma
                 hatch=hatch,
                 label=arm,
             )
+            law = expected.loc[expected["arm"] == arm].sort_values("slot")
+            place = law["slot"].to_numpy(dtype=float) + offset
+            axes.hlines(
+                law["expected"], place - width / 2, place + width / 2, color=svg.ALERT, linewidth=1.6, gid=f"law-{arm}"
+            )
             spoken.append(f"{arm} " + ", ".join(f"{share:.2f}" for share in rate))
+            if len(law):
+                spoken[-1] += " (the law: " + ", ".join(f"{share:.2f}" for share in law["expected"]) + ")"
+        if len(expected):
+            axes.plot([], [], color=svg.ALERT, linewidth=1.6, label="law")
         axes.set_ylim(0, 1.18)
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
         axes.set_xticks(sorted(acceptance["slot"].unique().tolist()))
         axes.set_xlabel("slot in the draft block")
         axes.set_ylabel("accepted / reached")
-        axes.legend(loc="upper left", fontsize=7.5, ncols=3, handlelength=1.4)
+        axes.legend(loc="upper left", fontsize=7.5, ncols=4, handlelength=1.4)
         return svg.to_svg(figure, name=name, description=f"Acceptance by slot, from slot 0 on: {'; '.join(spoken)}.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
 
+from equivtest.records import Arm
 from equivtest.report import words
 from equivtest.report.curve_figures import bias_seen, power_figure
 from equivtest.report.data import ReportData
@@ -51,6 +53,12 @@ class LawSection:
     pit: tuple[Markup, ...]
     tests: tuple[tuple[str, str, tuple[LawRow, ...]], ...]
     """A test's name, what it looks at, and its rows."""
+
+    @property
+    def flagged(self) -> tuple[tuple[str, int], ...]:
+        """Arms with flagged lines, and how many they are."""
+        count = Counter(row.arm for _, _, rows in self.tests for row in rows if row.flagged)
+        return tuple((arm.value, count[arm]) for arm in Arm if count[arm])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

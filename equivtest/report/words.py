@@ -46,6 +46,23 @@ def p_short(p_value: float) -> str:
     return f"{mantissa}e-{int(exponent)}" if int(exponent) < 10 else f"e-{int(exponent)}"
 
 
+def excess_short(excess: float) -> str:
+    """An excess of TV in at most four characters, for a small table cell: `.12`, `-.03`, `0`."""
+    text = f"{excess:.2f}".replace("0.", ".", 1)
+    return "0" if text in (".00", "-.00") else text
+
+
+def merge_text(word: Word, *, gates: bool) -> str:
+    """Whether the change may merge. `gates`: whether a run of this size may say so."""
+    if word is Word.EQUIVALENT:
+        return "May merge." if gates else "No merge on this: a run of this size sees gross faults only."
+    return {
+        Word.DIFFERENT: "Do not merge.",
+        Word.INCONCLUSIVE: "Do not merge yet: the question is open.",
+        Word.INVALID: "Do not merge: this run proves nothing, neither way.",
+    }[word]
+
+
 def number_text(value: object) -> str:
     """A number with at most four significant digits, grouped when large; other things as they are; `-` for nothing."""
     if value is None or value is pd.NA or (isinstance(value, float) and pd.isna(value)):

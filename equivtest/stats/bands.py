@@ -25,3 +25,23 @@ def binomial_band(num_trials: int, probability: float) -> tuple[float, float]:
     """2.5 % and 97.5 % quantiles of a count."""
     counts = stats.binom.ppf([_TAIL, 1 - _TAIL], num_trials, probability)
     return float(counts[0]), float(counts[1])
+
+
+def binomial_intervals(num_trials: int, confidence: float = 0.95) -> tuple[Floats, Floats]:
+    """Lower and upper ends of the interval of a probability, for each count 0..num_trials: [num_trials + 1] each.
+
+    Equal tails, never shorter than it should be (Clopper & Pearson 1934).
+    """
+    count, tail = np.arange(num_trials + 1), (1 - confidence) / 2
+    low, high = np.zeros(num_trials + 1), np.ones(num_trials + 1)
+    low[1:] = special.betaincinv(count[1:], num_trials + 1 - count[1:], tail)
+    high[:-1] = special.betaincinv(count[:-1] + 1, num_trials - count[:-1], 1 - tail)
+    return low, high
+
+
+def sum_band(probabilities: Floats) -> tuple[float, float]:
+    """2.5 % and 97.5 % quantiles of the mean of independent events of these probabilities, by the central limit
+    theorem, within 0 and 1."""
+    mean, variance = probabilities.mean(), (probabilities * (1 - probabilities)).sum()
+    half = stats.norm.ppf(1 - _TAIL) * np.sqrt(variance) / len(probabilities)
+    return float(max(0.0, mean - half)), float(min(1.0, mean + half))

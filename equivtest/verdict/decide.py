@@ -71,7 +71,7 @@ def decide(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Inter
         word=word,
         headline=headline,
         reasons=(*(reason.problem for reason in fired), *notes),
-        next_steps=tuple(dict.fromkeys(reason.remedy for reason in fired if reason.remedy)),
+        next_steps=tuple(dict.fromkeys(reason.remedy for reason in by_word.get(word, ()) if reason.remedy)),
         gate_of_record=_gate_of_record(findings),
         controls=(_a_a_control(judged), _teeth_control(run, findings), *_reference_controls(judged)),
         findings=tuple(findings),

@@ -60,7 +60,7 @@ class Verdict:
     reasons: tuple[str, ...]
     """What is wrong, where, by how much and how sure; then what else is worth knowing."""
     next_steps: tuple[str, ...]
-    """What to run or look at next, one line for each kind of problem; empty where nothing is wrong."""
+    """What to run or look at next, one line for each kind of problem behind the word; empty where nothing is wrong."""
     gate_of_record: Gate
     controls: tuple[Control, ...]
     findings: tuple[Finding, ...]

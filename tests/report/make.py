@@ -8,8 +8,17 @@ import numpy as np
 import pandas as pd
 
 from equivtest.records import EXIT_CODES, Word
-from equivtest.report.data import CELL_COLUMNS, EVIDENCE_COLUMNS, ConfigFacts, ControlResult, ReportData
+from equivtest.report.data import (
+    CELL_COLUMNS,
+    EVIDENCE_COLUMNS,
+    EXPECTED_COLUMNS,
+    ArmSpeed,
+    ConfigFacts,
+    ControlResult,
+    ReportData,
+)
 from tests.report.make_law import diagnosis, joint_evidence, law_evidence, pit_histograms, power_curves, quantiles
+from tests.report.make_tokens import shown_tokens
 
 PROMPTS = ("story", "chat", "code", "mathematics", "translation", "summary", "list", "facts")
 
@@ -93,6 +102,18 @@ def acceptance(configs: tuple[str, ...] = ("topp95",)) -> pd.DataFrame:
                 rows.append({"arm": arm, "config": config, "slot": slot, "reached": reached, "accepted": accepted})
                 reached = accepted
     return pd.DataFrame(rows)
+
+
+def expected(configs: tuple[str, ...] = ("topp95",)) -> pd.DataFrame:
+    """What the law gives: the share of arm on, from which arm biased is 0.1 away."""
+    rows = [
+        (arm, config, slot, share, share - 0.005, share + 0.005)
+        for config in configs
+        for arm in ("on", "on_null", "biased")
+        for slot in range(4)
+        for share in (0.62 - 0.03 * slot,)
+    ]
+    return pd.DataFrame(rows, columns=list(EXPECTED_COLUMNS))
 
 
 def controls(*, caught: bool = True) -> tuple[ControlResult, ...]:
@@ -180,6 +201,10 @@ def report_data(
         evidence=_all_evidence(configs, bias),
         acceptance=acceptance(configs),
         diagnosis=diagnosis(word),
+        stages=("accept", "streams")[: len(diagnosis(word))],
+        speed=tuple(ArmSpeed(arm=arm, num_tokens=65_536, seconds=s) for arm, s in (("off", 64.0), ("on", 32.0))),
+        expected=expected(configs),
+        shown=shown_tokens(configs, PROMPTS[:num_prompts], num_positions),
         pit=pit_histograms(configs),
         quantiles=quantiles(table),
         power=power_curves(configs),
@@ -211,6 +236,8 @@ def without_law(data: ReportData) -> ReportData:
         data,
         evidence=data.evidence.loc[data.evidence["family"] == "marginal"],
         diagnosis=(),
+        stages=(),
+        expected=data.expected.iloc[:0],
         pit=data.pit.iloc[:0],
         quantiles=data.quantiles.iloc[:0],
         power=data.power.iloc[:0],

@@ -140,36 +140,40 @@ class TestPower:
 
 
 class TestPage:
-    def test_the_diagnosis_stands_right_under_the_verdict_and_only_when_there_is_one(self) -> None:
-        ill = Page(render_html(report_data(Word.DIFFERENT, **SMALL)))
-        headings = [text for level, text in ill.headings if level == 2]
-        assert headings[1] == "Diagnosis"
-        assert all(sentence in ill.text for sentence in report_data(Word.DIFFERENT, **SMALL).diagnosis)
-        assert "Diagnosis" not in [text for _, text in Page(render_html(DATA)).headings]
+    def test_the_diagnosis_leads_the_verdict_when_there_is_one(self) -> None:
+        ill = Page(render_html(report_data(Word.DIFFERENT, **SMALL))).text
+        first, second = report_data(Word.DIFFERENT, **SMALL).diagnosis
+        places = [ill.index(text) for text in ("Do not merge.", first, second, "What to do next", "Controls")]
+        assert places == sorted(places)
+        assert "What is different" in ill
+        assert "What is different" not in Page(render_html(DATA)).text
 
     def test_a_flagged_line_is_marked_in_the_readable_table_and_one_above_the_level_is_not(self) -> None:
         on = (DATA.evidence["stratum"] == "on / topp95") & (DATA.evidence["name"] == "bias")
         calm = DATA.evidence.assign(adjusted_p=0.011)
         loud = calm.assign(adjusted_p=calm["adjusted_p"].mask(on, 0.009))
         assert "▲ 0.009" in Page(render_html(replace(DATA, evidence=loud))).text
-        assert "▲ 0.0" not in Page(render_html(replace(DATA, evidence=calm))).text
+        assert "▲ 1 flagged in arm on" in Page(render_html(replace(DATA, evidence=loud))).text
+        quiet = Page(render_html(replace(DATA, evidence=calm))).text
+        assert "▲ 0.0" not in quiet
+        assert "flagged in arm" not in quiet
 
     def test_a_run_without_a_law_has_no_trace_of_it(self) -> None:
         page = Page(render_html(without_law(DATA)))
         assert {"law", "power", "diagnosis"}.isdisjoint(page.ids)
-        for word in ("Exact law", "Power", "PIT", "Margins.", "All p-values together"):
+        for word in ("Exact law", "Power", "PIT", "Margins.", "All p-values together", "By the law"):
             assert word not in page.text
         assert {"law", "power"} <= set(Page(render_html(DATA)).ids)
 
     def test_hostile_names_and_sentences_stay_text(self) -> None:
         text = "<script>alert('x')</script>\"'&<b>"
         page = render_html(hostile(DATA, text))
-        assert "<script" not in page
+        assert page.count("<script") == render_html(DATA).count("<script")
         assert text in Page(page).text
 
-    def test_three_configs_stay_under_a_megabyte_and_a_half(self) -> None:
+    def test_three_configs_stay_under_two_megabytes_and_a_half(self) -> None:
         page = render_html(report_data(configs=("topp95", "topk50", "topk20p90")))
-        assert len(page.encode()) < 1_500_000
+        assert len(page.encode()) < 2_500_000
         assert len(Page(page).ids) == len(set(Page(page).ids))
 
 

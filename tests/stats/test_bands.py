@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from equivtest.stats.bands import binomial_band, uniform_quantile_band
+from equivtest.stats.bands import binomial_band, binomial_intervals, sum_band, uniform_quantile_band
 
 
 def test_each_sorted_uniform_lies_in_its_band_in_95_percent_of_draws() -> None:
@@ -27,3 +27,29 @@ def test_a_count_lies_in_its_band_with_at_least_95_percent() -> None:
     low, high = binomial_band(1_000, 0.05)
     law = stats.binom(1_000, 0.05)
     assert 0.95 <= law.cdf(high) - law.cdf(low - 1) < 0.97
+
+
+def test_intervals_of_a_probability_are_those_of_clopper_and_pearson_and_cover_it() -> None:
+    low, high = binomial_intervals(40)
+    for count in (0, 1, 17, 40):
+        expected = stats.binomtest(count, 40).proportion_ci(0.95, method="exact")
+        assert (low[count], high[count]) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    for probability in (0.03, 0.4, 0.9):
+        weights = stats.binom(40, probability).pmf(np.arange(41))
+        covered = weights[(low <= probability) & (probability <= high)].sum()
+        assert covered >= 0.95
+        # The twin: intervals of four times as many trials are too short for these.
+        short_low, short_high = (ends[::4] for ends in binomial_intervals(160))
+        assert weights[(short_low <= probability) & (probability <= short_high)].sum() < 0.9
+
+
+def test_the_share_of_independent_events_lies_in_its_band_in_95_percent_of_draws() -> None:
+    """20,000 draws of 500 events: the share has a standard error of .0015, and the counts steps of up to .005."""
+    rng = np.random.default_rng(2)
+    probabilities = rng.random(500)
+    low, high = sum_band(probabilities)
+    shares = (rng.random((20_000, 500)) < probabilities).mean(axis=1)
+    assert ((shares >= low) & (shares <= high)).mean() == pytest.approx(0.95, abs=0.0125)
+    # The twin: a bias of .03 leaves it.
+    assert ((shares + 0.03 >= low) & (shares + 0.03 <= high)).mean() < 0.75
+    assert sum_band(np.ones(3)) == (1.0, 1.0)
