@@ -88,14 +88,15 @@ def test_a_local_task_file_is_asked_and_read_up_to_its_stop_text(tmp_path: Path)
 
 def test_what_cannot_be_asked_is_refused() -> None:
     engine = ArithmeticEngine()
+    small = {"items": 20, "seeds": 2}
     for changes in ({"task": "no_such_task"}, {"metric": "bleu"}, {"items": 1}, {"planted": "reused_coin"}):
         with pytest.raises(InvalidSetting):
-            coarse(options(**changes), engine=engine)
+            coarse(options(**small | changes), engine=engine)
     with pytest.raises(InvalidSetting, match="greedy"):
         options(temperature=0)
     engine.generate = lambda requests, **_: ArithmeticEngine(drop=1.0).generate(requests, speculative=True)  # type: ignore
     with pytest.raises(InsufficientSamples):  # all wrong: nothing is measured
-        coarse(options(items=20), engine=engine)
+        coarse(options(**small), engine=engine)
 
 
 def test_without_the_harness_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
