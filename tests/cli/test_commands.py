@@ -267,7 +267,7 @@ def test_the_gate_requires_nothing_that_it_does_not_know(equivtest, results: Pat
 def test_help_of_run_is_enough_to_start(equivtest) -> None:
     _, out, _ = equivtest("run", "--help")
     for name, budget in BUDGETS.items():
-        (line,) = (line for line in out.splitlines() if line.startswith(f"  {name} ") and "minute" in line)
+        (line,) = (line for line in out.splitlines() if line.lstrip().startswith(f"{name} ") and "positions x" in line)
         assert f"{budget.num_prompts} prompts x {budget.num_positions} positions x {budget.num_seeds:,} seeds" in line
     for word, code in EXIT_CODES.items():
         assert f"{code} {word}" in out
