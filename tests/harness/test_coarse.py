@@ -36,7 +36,7 @@ def greetings(**_):
 
 
 def options(**changes) -> CoarseOptions:
-    return CoarseOptions(engine=EngineOptions(model="arithmetic"), margin=0.15, **changes)
+    return CoarseOptions(engine=EngineOptions(model="arithmetic"), **{"margin": 0.2, "items": 80, **changes})
 
 
 def test_equal_arms_pass_and_the_record_holds_both_readings(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_equal_arms_pass_and_the_record_holds_both_readings(tmp_path: Path) -> N
 
 
 def test_a_lower_score_on_the_speculative_path_is_stopped() -> None:
-    result = coarse(options(), engine=ArithmeticEngine(drop=0.2))
+    result = coarse(options(), engine=ArithmeticEngine(drop=0.3))
     assert result.word is Word.DIFFERENT
     assert result.exit_code == 1
     assert result.ci_high < 0
@@ -81,7 +81,7 @@ def test_both_arms_and_all_seeds_are_asked_the_same_with_coins_of_their_own() ->
 def test_a_local_task_file_is_asked_and_read_up_to_its_stop_text(tmp_path: Path) -> None:
     (tmp_path / "task.yaml").write_text(TASK)
     (tmp_path / "words.py").write_text(DATA)
-    result = coarse(options(task=str(tmp_path / "task.yaml")), engine=ArithmeticEngine())
+    result = coarse(options(task=str(tmp_path / "task.yaml"), items=None), engine=ArithmeticEngine())
     assert (result.task, result.num_items) == ("task.yaml", 30)
     assert 0.5 < result.arms[0].mean < 0.9
 
@@ -117,7 +117,7 @@ def test_the_command_ends_in_the_verdict_with_a_decoder(monkeypatch, capsys) -> 
 
 def test_the_screen_ends_in_the_verdict(monkeypatch, capsys) -> None:
     monkeypatch.setattr("equivtest.engines.registry.open_engine", lambda *_, **__: ArithmeticEngine(drop=0.3))
-    monkeypatch.setattr(sys, "argv", ["equivtest", "lm-eval", "--margin", "0.15"])
+    monkeypatch.setattr(sys, "argv", ["equivtest", "lm-eval", "--items", "80", "--margin", "0.2"])
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
         cli_main.main()
