@@ -17,7 +17,8 @@
     │   └── UnsupportedModel          an architecture or file format this decoder does not read
     ├── EngineError
     │   ├── EngineUnavailable         the engine is not installed, or does not answer
-    │   └── RequestFailed             a request that was not answered as asked, after every retry; names it
+    │   ├── RequestFailed             a request that was not answered as asked, after every retry; names it
+    │   └── TaskUnavailable           the harness cannot load a task or its data
     ├── SampleError
     │   ├── InvalidShard              a samples file that does not follow the schema
     │   └── MissingSamples            a run lacks rows that its protocol asks for
@@ -182,6 +183,14 @@ class RequestFailed(EngineError):
     def __init__(self, request: str, problem: str, remedy: str) -> None:
         self.request, self.problem, self.remedy = request, problem, remedy
         super().__init__(f"{request}: {problem}; {remedy}")
+
+
+class TaskUnavailable(EngineError):
+    """A task of the evaluation harness, or its data, cannot be had here."""
+
+    def __init__(self, task: str, reason: str) -> None:
+        self.task, self.reason = task, reason
+        super().__init__(f"task {task!r} is not available: {reason}; connect to its hub, or give --task a local file")
 
 
 class SampleError(EquivtestError):

@@ -9,7 +9,7 @@ import equivtest
 
 PACKAGE = Path(equivtest.__file__).parent
 LEAVES = {"errors", "files", "records", "rng", "resources", "__init__", "__main__"}
-HEAVY = {"torch", "pyarrow", "pandas", "transformers", "matplotlib", "scipy"}
+HEAVY = {"lm_eval", "torch", "pyarrow", "pandas", "transformers", "matplotlib", "scipy"}
 
 MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     # room: (rooms, heavy third-party packages) beyond the leaves
@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     "decoder": ({"kernels"}, {"torch", "transformers"}),
     "engines": ({"decoder", "protocol", "kernels"}, {"torch", "transformers"}),
     "faults": ({"decoder", "kernels"}, {"torch"}),
+    "harness": ({"engines"}, {"lm_eval"}),
     "samples": (set(), {"pyarrow"}),
     "stats": (set(), {"scipy"}),
     "verdict": ({"protocol", "stats"}, set()),
@@ -30,7 +31,7 @@ MAY_IMPORT: dict[str, tuple[set[str], set[str]]] = {
     ),
     "training": ({"kernels", "decoder", "engines", "protocol"}, {"torch", "matplotlib"}),
     "pipeline": (
-        {"protocol", "kernels", "decoder", "engines", "faults", "samples", "stats", "verdict", "report"},
+        {"protocol", "kernels", "decoder", "engines", "faults", "harness", "samples", "stats", "verdict", "report"},
         {"torch", "pandas", "pyarrow"},
     ),
     "cli": ({"pipeline", "protocol", "report", "bench", "training", "battery"}, set()),

@@ -13,6 +13,8 @@ _EPILOG = """\b
 Examples:
   equivtest gate                        the newest run under results/
   equivtest gate results/a results/b    several runs: the worst verdict decides
+  equivtest gate results/a --require fingerprint            not one of other code or prompts
+  equivtest gate results/a --require fingerprint=3f1c9a77   nor of another protocol, model or engine
 \b
 In GitHub Actions it also writes the step summary and an annotation.
 """
@@ -21,13 +23,19 @@ In GitHub Actions it also writes the step summary and an annotation.
 @click.command("gate", epilog=_EPILOG)
 @click.argument("run_dirs", nargs=-1, type=click.Path(path_type=Path))
 @results_dir_option("Where to look for the newest run.")
-def command(run_dirs: tuple[Path, ...], results_dir: Path) -> int:
+@click.option(
+    "--require",
+    default=None,
+    metavar="fingerprint[=HEX]",
+    help="Refuse, as invalid, a run of other code; with HEX also one of another protocol or engine.",
+)
+def command(run_dirs: tuple[Path, ...], results_dir: Path, require: str | None) -> int:
     """Print the verdict of RUN_DIRS and exit with its code; reads files only."""
     from equivtest.pipeline.gate import read_verdict, worst
     from equivtest.pipeline.run import find_run
     from equivtest.records import EXIT_CODES
 
-    results = [read_verdict(run_dir) for run_dir in run_dirs or (find_run(results_dir),)]
+    results = [read_verdict(run_dir, require) for run_dir in run_dirs or (find_run(results_dir),)]
     for result in results:
         click.echo(result.run_dir)
         for line in result.lines:
@@ -35,18 +43,21 @@ def command(run_dirs: tuple[Path, ...], results_dir: Path) -> int:
         click.echo(f"{result.word.upper()}: {result.headline}")
     if os.environ.get("GITHUB_ACTIONS") == "true":
         for result in results:
-            _tell_github(result.run_dir / "summary.md", result.exit_code, f"{result.word}: {result.headline}")
+            summary = result.run_dir / "summary.md" if result.judged else None
+            _tell_github(summary, result.exit_code, f"{result.word}: {result.headline}")
     word = worst(results)
     if len(results) > 1:
         click.echo(f"{word.upper()} decides over {len(results)} runs")
     return EXIT_CODES[word]
 
 
-def _tell_github(summary: Path, exit_code: int, headline: str) -> None:
+def _tell_github(summary: Path | None, exit_code: int, headline: str) -> None:
     level = "notice" if exit_code == 0 else "error"
     escaped = headline.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     click.echo(f"::{level} title=equivtest::{escaped}")
     target = os.environ.get("GITHUB_STEP_SUMMARY")
-    if target and summary.is_file():
+    if target:
+        # The summary of a run that is refused says what no longer counts.
+        text = summary.read_text("utf-8") if summary is not None and summary.is_file() else f"**{headline}**\n"
         with Path(target).open("a", encoding="utf-8") as sink:
-            sink.write(summary.read_text("utf-8") + "\n")
+            sink.write(text + "\n")

@@ -14,8 +14,21 @@ import equivtest
 from equivtest.errors import EquivtestError
 from equivtest.records import EXIT_CODES, Word
 
-_COMMANDS = ("run", "report", "gate", "controls", "compare", "kernel", "power", "doctor", "bench", "model", "drafter")
-"""Each is the command `command` of equivtest/cli/<name>.py, imported when it is called."""
+_COMMANDS = (
+    "run",
+    "report",
+    "gate",
+    "controls",
+    "compare",
+    "kernel",
+    "power",
+    "doctor",
+    "bench",
+    "model",
+    "drafter",
+    "lm-eval",
+)
+"""Each is the command `command` of the module of that name in equivtest/cli, imported when it is called."""
 
 _EPILOG = """\b
 Exit codes: 0 equivalent, 1 different, 2 usage error, 3 inconclusive, 4 invalid run.
@@ -35,7 +48,7 @@ class _LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"equivtest.cli.{name}").command
+        command: click.Command = importlib.import_module(f"equivtest.cli.{name.replace('-', '_')}").command
         return command
 
 

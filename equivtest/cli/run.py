@@ -28,6 +28,15 @@ Examples:
   equivtest run --sequential                            stop as soon as the answer is known
   equivtest run --resume                                continue the newest unfinished run
 \b
+Budgets, with their time for one config on two processor cores and the default model:
+  smoke   2 prompts x 16 positions x 64 seeds x 4 arms      about a minute; gates nothing
+  gate    8 prompts x 32 positions x 256 seeds x 4 arms     about 25 minutes; the protocol of record
+  audit   8 prompts x 32 positions x 1,024 seeds x 4 arms   about 90 minutes
+\b
+Exit codes:
+  0 equivalent   1 different   2 usage error   3 inconclusive   4 invalid run
+The folder of the run holds report.html, summary.md, junit.xml, verdict.json and the samples.
+\b
 Other engines, whose teeth are a bias planted in a copy of their recordings (--model: what the servers serve):
   equivtest run --engine transformers --drafter ngram   prompt lookup; also early_exit, or model with --draft-model
   equivtest run --engine openai --spec-off http://a:8000 --spec-on http://b:8000 --model path/to/folder

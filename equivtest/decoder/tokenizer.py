@@ -72,9 +72,10 @@ class Tokenizer:
             return self.encode("\n\n".join(message["content"] for message in messages))
         return self.encode_text(self._chat_template.render(messages))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens written out; bytes that are not UTF-8 become replacement characters."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of ids, special tokens written out unless skipped; bytes that are not UTF-8 become replacement
+        characters."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
     def token_text(self, token_id: int) -> str:
         """One token's own text for display; bytes that are not UTF-8 on their own are written as \\xNN.

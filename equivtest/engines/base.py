@@ -173,6 +173,10 @@ class Engine(Protocol):
         """A token as text, for people."""
         ...
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """An answer as text, without special tokens such as the one that ends it."""
+        ...
+
     def generate(
         self,
         requests: Sequence[Request],

@@ -160,6 +160,9 @@ class DecoderEngine:
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special=True)
+
     def generate(
         self,
         requests: Sequence[Request],

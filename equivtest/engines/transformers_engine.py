@@ -104,6 +104,9 @@ class TransformersEngine:
     def token_text(self, token_id: int) -> str:
         return self._target.tokenizer.token_text(token_id)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._target.tokenizer.decode(token_ids, skip_special=True)
+
     @torch.inference_mode()
     def generate(
         self,

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equivtest.errors import InvalidShard
-from equivtest.pipeline.manifest import VERDICT_FILE, Manifest, Status, resume_command
+from equivtest.errors import InvalidSetting, InvalidShard
+from equivtest.pipeline.manifest import VERDICT_FILE, Manifest, Status, describe_code, resume_command
+from equivtest.protocol.plan import Protocol, fingerprint
+from equivtest.protocol.prompts import load_prompt_set, prompt_set_names
 from equivtest.records import EXIT_CODES, Word
 from equivtest.samples.keys import shard_path
 from equivtest.samples.law import law_shard_is_done
@@ -27,28 +29,38 @@ class GateResult:
     headline: str
     lines: tuple[str, ...]
     """Gate of record, controls, diagnosis, reasons and next steps."""
+    judged: bool = True
+    """Whether this is the run's own verdict: it was not refused, and its samples are there."""
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.word]
 
 
-def read_verdict(run_dir: Path) -> GateResult:
+FINGERPRINT = "fingerprint"
+"""What a gate can require."""
+_SHORTEST = 8
+
+
+def read_verdict(run_dir: Path, require: str | None = None) -> GateResult:
     """The verdict of a run. A run that did not end, or whose samples are not all there and whole, is invalid, whatever
     its verdict file says.
 
-    Raises RunNotFound, or InvalidShard for a damaged manifest or verdict.
+    require: "fingerprint" refuses, as invalid, a run of other code than this, or of a protocol that this code does not
+    have (prompts, configs); "fingerprint=HEX", with at least 8 digits, refuses one of another protocol or subject too.
+
+    Raises RunNotFound, InvalidSetting for another requirement, or InvalidShard for a damaged manifest or verdict.
     """
+    wanted = _wanted(require)
     manifest = Manifest.read(run_dir)
     path = run_dir / VERDICT_FILE
     if problem := _not_finished(run_dir, manifest):
-        lines = (f"next: {resume_command(manifest.command, run_dir)}",)
-        headline = f"this run cannot be judged: {problem}"
-        return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, lines=lines)
+        return _unjudged(run_dir, f"cannot be judged: {problem}", resume_command(manifest.command, run_dir))
+    if wanted is not None and (problem := _other(manifest, wanted)):
+        return _unjudged(run_dir, f"is refused: {problem}", "run it again with this code and this configuration")
     if not path.is_file():
-        lines = (f"next: equivtest report {run_dir}",)
-        headline = "this run cannot be judged: it holds no verdict, because its last analysis failed"
-        return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, lines=lines)
+        reason = "cannot be judged: it holds no verdict, because its last analysis failed"
+        return _unjudged(run_dir, reason, f"equivtest report {run_dir}")
     try:
         verdict: dict[str, Any] = json.loads(path.read_text("utf-8"))
         return GateResult(
@@ -56,6 +68,7 @@ def read_verdict(run_dir: Path) -> GateResult:
             word=Word(verdict["verdict"]),
             headline=verdict["headline"],
             lines=(
+                f"fingerprint: {manifest.fingerprint}",
                 f"gate of record: {verdict['gate_of_record']['line']}",
                 *(f"{control['name']}: {control['line']}" for control in verdict["controls"]),
                 *(f"diagnosis: {sentence}" for sentence in verdict["diagnosis"]),
@@ -65,6 +78,41 @@ def read_verdict(run_dir: Path) -> GateResult:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidShard(path, f"not a verdict: {error}; recompute it with `equivtest report {run_dir}`") from error
+
+
+def _unjudged(run_dir: Path, reason: str, step: str) -> GateResult:
+    lines, headline = (f"next: {step}",), f"this run {reason}"
+    return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, lines=lines, judged=False)
+
+
+def _wanted(require: str | None) -> str | None:
+    """The digits that a fingerprint must begin with; None where nothing is required."""
+    if require is None:
+        return None
+    name, _, digits = require.partition("=")
+    known = name == FINGERPRINT and ("=" not in require or (len(digits) >= _SHORTEST and not set(digits) - _HEX))
+    if not known:
+        raise InvalidSetting("require", require, f"must be fingerprint, or fingerprint=HEX with {_SHORTEST} digits")
+    return digits
+
+
+_HEX = frozenset("0123456789abcdef")
+
+
+def _other(manifest: Manifest, digits: str) -> str | None:
+    """Why the run is not one of this code and of the fingerprint asked for."""
+    recorded, present = manifest.code.get("source_sha256"), describe_code()["source_sha256"]
+    if recorded != present:
+        return f"it ran other code (source_sha256 {str(recorded)[:12]}, here {present[:12]})"
+    protocol = Protocol.from_dict(manifest.protocol)
+    if fingerprint(protocol, manifest.subject) != manifest.fingerprint:
+        return "its fingerprint is not that of the protocol and subject in its manifest"
+    prompts = manifest.protocol["prompt_set"]
+    if prompts in prompt_set_names() and load_prompt_set(prompts).sha256 != protocol.prompt_set_sha256:
+        return f"its prompts are not those of the set {prompts} here"
+    if not manifest.fingerprint.startswith(digits):
+        return f"its fingerprint is {manifest.fingerprint}, not {digits}"
+    return None
 
 
 def _not_finished(run_dir: Path, manifest: Manifest) -> str | None:

@@ -21,8 +21,10 @@ from equivtest.report.data import EVIDENCE_COLUMNS, ArmSpeed, ConfigFacts, Contr
 from equivtest.report.html import write_html
 from equivtest.report.junit import write_junit
 from equivtest.report.summary import write_summary
-from equivtest.report.tables import write_cells, write_evidence
+from equivtest.report.tables import write_cells, write_columns, write_controls, write_evidence
 from equivtest.report.tokens import ShownTokens
+from equivtest.samples.export import samples_with_law
+from equivtest.samples.shards import write_table
 from equivtest.verdict.verdict import Verdict
 
 
@@ -36,6 +38,17 @@ def publish(run_dir: Path, protocol: Protocol, analysis: Analysis) -> ReportData
     write_summary(data, run_dir / "summary.md")
     write_junit(data, run_dir / "junit.xml")
     return data
+
+
+def publish_tables(run_dir: Path, data: ReportData) -> Path:
+    """Write cells, evidence, controls and samples into one folder for analysts, with columns.md; returns the folder."""
+    folder = run_dir / "parquet"
+    write_cells(data, folder / "cells.parquet")
+    write_evidence(data, folder / "evidence.parquet")
+    write_controls(data, folder / "controls.parquet")
+    write_table(folder / "samples.parquet", samples_with_law(run_dir))
+    write_columns(folder)
+    return folder
 
 
 def report_data(manifest: Manifest, protocol: Protocol, analysis: Analysis, shown: ShownTokens) -> ReportData:

@@ -39,6 +39,11 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
 
 
+def prompt_set_names() -> tuple[str, ...]:
+    """The built-in sets."""
+    return tuple(path.stem for path in sorted(resource_dir("prompts").glob("*.jsonl")))
+
+
 def load_prompt_set(name_or_path: str) -> PromptSet:
     """The built-in set of that name, or a .jsonl file with its .toml beside it.
 
@@ -46,10 +51,9 @@ def load_prompt_set(name_or_path: str) -> PromptSet:
     """
     path = Path(name_or_path)
     if path.suffix != ".jsonl":
-        folder = resource_dir("prompts")
-        path = folder / f"{name_or_path}.jsonl"
-        if not path.is_file():
-            raise UnknownName("prompt set", name_or_path, (p.stem for p in folder.glob("*.jsonl")))
+        if name_or_path not in prompt_set_names():
+            raise UnknownName("prompt set", name_or_path, prompt_set_names())
+        path = resource_dir("prompts") / f"{name_or_path}.jsonl"
     elif not path.is_file():
         raise InvalidSetting("prompts", name_or_path, "no such file")
     content = path.read_bytes()

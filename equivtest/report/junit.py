@@ -1,10 +1,10 @@
 """junit.xml: the run as test cases, for the test pages of CI systems.
 
-A prompt's cells are one case for each comparison and configuration, each line of evidence of the law and joint families
-is one, each control is one, and so is the verdict. The file agrees with the exit code: it has a failure or an error
-exactly when the verdict is not `equivalent`. So a rejected cell or a flagged line of evidence fails its case unless the
-verdict is equivalent in spite of it (it was not confirmed on fresh samples); then, and for the planted fault, which is
-wanted to be found, the case passes and says the numbers in its output.
+A prompt's cells are one case for each comparison and configuration, each line of evidence of every other family is
+one, each control is one, and so is the verdict. The file agrees with the exit code: it has a failure or an error
+exactly when the verdict is not `equivalent`. So a rejected cell or a flagged line of evidence fails its case unless
+the verdict is equivalent in spite of it (it was not confirmed on fresh samples); then, and for the planted fault,
+which is wanted to be found, the case passes and says the numbers in its output.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _cell_case(data: ReportData, comparison: Comparison, config: str, prompt_id:
 
 
 def _evidence_cases(data: ReportData) -> Iterator[_Case]:
-    for row in data.evidence.loc[data.evidence["family"].isin(["law", "joint", "sequential"])].to_dict("records"):
+    for row in data.evidence.loc[data.evidence["family"] != "marginal"].to_dict("records"):
         family, stratum = str(row["family"]), str(row["stratum"])
         planted = Arm.BIASED in stratum.partition(" / ")[0].split()
         flagged = is_flagged(row["adjusted_p"])

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from equivtest.records import Comparison, Family, Word
+from equivtest.records import EXIT_CODES, Comparison, Family, Word
 from equivtest.report import words
 from equivtest.report.data import COMPARISON_EXPECTS, ReportData
 from equivtest.report.kill_matrix import NATURE_TITLES, KillMatrix, kill_text
@@ -60,9 +60,12 @@ def verdict_screen(data: ReportData) -> RenderableType:
 
 def verdict_line(data: ReportData) -> Text:
     """The verdict in one short line: `✓ EQUIVALENT (exit code 0)`."""
-    return Text.assemble(
-        (f"{words.MARKS[data.word]} {data.word.upper()}", _STYLES[data.word]), f" (exit code {data.exit_code})"
-    )
+    return verdict_text(data.word)
+
+
+def verdict_text(word: Word) -> Text:
+    """The same of a word."""
+    return Text.assemble((f"{words.MARKS[word]} {word.upper()}", _STYLES[word]), f" (exit code {EXIT_CODES[word]})")
 
 
 def kill_screen(matrix: KillMatrix) -> RenderableType:
@@ -72,7 +75,7 @@ def kill_screen(matrix: KillMatrix) -> RenderableType:
         own = matrix.of(nature)
         if not own:
             continue
-        table = _table("", "subject", *(f">{_SHORT[family]}" for family in Family), "stage named")
+        table = plain_table("", "subject", *(f">{_SHORT[family]}" for family in Family), "stage named")
         for outcome in own:
             mark = Text("✓", style="green") if outcome.as_expected else Text("✗", style="bold red")
             cells = [Text(kill_text(outcome.kills.get(family))) for family in Family]
@@ -97,7 +100,7 @@ def _cell_line(row: Mapping[Hashable, Any]) -> str:
 
 
 def _comparisons(data: ReportData) -> Table:
-    table = _table("config", "compared", "expected", ">rejected", ">cells")
+    table = plain_table("config", "compared", "expected", ">rejected", ">cells")
     for config in data.configs:
         for comparison in data.comparisons(config.name):
             cells = data.cells_of(comparison, config.name)
@@ -112,7 +115,7 @@ def _comparisons(data: ReportData) -> Table:
 
 
 def _controls(data: ReportData) -> Table:
-    table = _table("control", "expected", "outcome", "result")
+    table = plain_table("control", "expected", "outcome", "result")
     for control in data.controls:
         style = {True: "green", False: "bold red", None: "yellow"}[control.passed]
         result = Text(words.control_text(control.passed), style=style)
@@ -120,7 +123,7 @@ def _controls(data: ReportData) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
     """A table without borders; a column whose name starts with ">" is a number."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in columns:

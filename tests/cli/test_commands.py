@@ -1,6 +1,10 @@
 """The commands as a user types them: one line of help where something is wrong, and never an exit code 0 by default."""
 
+import contextlib
 import json
+import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -8,15 +12,22 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import click
+import duckdb
 import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from equivtest.cli import main as cli_main
 from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS, SERVER_FIELDS
 from equivtest.cli.run import command as run_command
 from equivtest.engines.base import EngineOptions, ServerOptions
+from equivtest.errors import InvalidShard
 from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.run import RunOptions, run
+from equivtest.protocol.budgets import BUDGETS
+from equivtest.records import EXIT_CODES
+from equivtest.samples.export import samples_with_law
 from tests.pipeline.fake_engine import FakeEngine
 
 
@@ -57,7 +68,8 @@ def test_help_shows_examples_and_exit_codes(equivtest) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "report", "gate", "compare", "kernel", "power", "doctor", "bench kernels", "model pull"]
+    "command",
+    ["run", "report", "gate", "compare", "kernel", "power", "doctor", "bench kernels", "model pull", "lm-eval"],
 )
 def test_every_command_explains_itself_with_an_example(equivtest, command: str) -> None:
     code, out, _ = equivtest(*command.split(), "--help")
@@ -209,6 +221,128 @@ def test_in_github_actions_the_gate_writes_the_summary_and_an_annotation(
     assert "DIFFERENT" in (tmp_path / "summary").read_text()
     _, out, _ = equivtest("gate", results / "good")
     assert "::notice title=equivtest::equivalent" in out
+
+
+def test_the_gate_refuses_a_run_of_other_code_or_of_another_configuration(
+    equivtest, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = shutil.copytree(results / "good", tmp_path / "run")
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    own = manifest["fingerprint"]
+    for require in ("fingerprint", f"fingerprint={own[:8]}", f"fingerprint={own}"):
+        assert equivtest("gate", run_dir, "--require", require)[0] == 0
+
+    other_code = {**manifest, "code": {**manifest["code"], "source_sha256": "0" * 64}}
+    other_size = {**manifest, "protocol": {**manifest["protocol"], "epsilon": 0.4}}
+    other_prompts = {**manifest, "protocol": {**manifest["protocol"], "prompt_set_sha256": "0" * 64}}
+    for changed, says in (
+        (other_code, "other code"),
+        (other_size, "is not that of"),
+        (other_prompts, "is not that of"),
+    ):
+        (run_dir / "manifest.json").write_text(json.dumps(changed))
+        assert equivtest("gate", run_dir)[0] == 0
+        code, out, _ = equivtest("gate", run_dir, "--require", "fingerprint")
+        assert code == 4
+        assert says in out.splitlines()[-1]
+    (run_dir / "manifest.json").write_text(json.dumps(manifest))
+    code, out, _ = equivtest("gate", run_dir, "--require", "fingerprint=" + "0" * 8)
+    assert code == 4
+    assert own in out.splitlines()[-1]
+
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
+    equivtest("gate", run_dir, "--require", "fingerprint=" + "0" * 8)
+    assert "EQUIVALENT" not in (tmp_path / "summary").read_text(), "a refused run's own summary no longer counts"
+    assert "is refused" in (tmp_path / "summary").read_text()
+
+
+@pytest.mark.parametrize("require", ["code", "fingerprint=", "fingerprint=12", "fingerprint=xyzxyzxyz"])
+def test_the_gate_requires_nothing_that_it_does_not_know(equivtest, results: Path, require: str) -> None:
+    code, _, err = equivtest("gate", results / "good", "--require", require)
+    assert code == 2
+    assert "must be fingerprint" in err
+
+
+def test_help_of_run_is_enough_to_start(equivtest) -> None:
+    _, out, _ = equivtest("run", "--help")
+    for name, budget in BUDGETS.items():
+        (line,) = (line for line in out.splitlines() if line.lstrip().startswith(f"{name} ") and "positions x" in line)
+        assert f"{budget.num_prompts} prompts x {budget.num_positions} positions x {budget.num_seeds:,} seeds" in line
+    for word, code in EXIT_CODES.items():
+        assert f"{code} {word}" in out
+
+
+def test_tables_are_read_by_pandas_and_duckdb_and_every_column_is_described(
+    equivtest, results: Path, tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(results / "good", tmp_path / "run")
+    assert equivtest("report", run_dir, "--format", "parquet")[0] == 0
+    folder = run_dir / "parquet"
+    tables = {path.stem: path for path in folder.glob("*.parquet")}
+    assert set(tables) == {"cells", "evidence", "controls", "samples"}
+    columns = (folder / "columns.md").read_text()
+    for path in tables.values():
+        frame = pd.read_parquet(path)
+        (count,) = duckdb.execute(f"SELECT count(*) FROM '{path}'").fetchone()
+        assert count == len(frame) > 0
+        for field in pq.read_schema(path):
+            assert field.metadata[b"description"], f"{path.name}: {field.name}"
+            assert f"| {field.name} |".replace("_", "\\_") in columns
+    protocol = json.loads((run_dir / "manifest.json").read_text())["protocol"]
+    size = protocol["num_seeds"] * protocol["num_positions"] * len(protocol["prompts"])
+    rows = duckdb.execute(f"SELECT arm, count(*), count(p_token) FROM '{tables['samples']}' GROUP BY arm").fetchall()
+    assert {arm: (total, scored) for arm, total, scored in rows} == {
+        arm: (size, size) for arm in ("off", "on", "on_null", "biased")
+    }
+
+
+def test_samples_whose_law_is_of_other_tokens_are_not_joined(results: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(results / "good", tmp_path / "run")
+    shutil.rmtree(run_dir / "samples" / "arm=on")
+    shutil.copytree(results / "bad" / "samples" / "arm=on", run_dir / "samples" / "arm=on")
+    with pytest.raises(InvalidShard, match="other tokens"):
+        samples_with_law(run_dir)
+
+
+class TestTerminal:
+    """The screen of `report`, as a process of its own, on a terminal and off it."""
+
+    @pytest.mark.parametrize("width", [60, 200])
+    def test_no_line_is_wider_than_asked_and_the_last_is_the_verdict(self, results: Path, width: int) -> None:
+        ended = subprocess.run(
+            [sys.executable, "-m", "equivtest", "report", str(results / "good")],
+            env={**os.environ, "COLUMNS": str(width)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        first, *lines = ended.stdout.splitlines()
+        assert first.startswith("report: "), "a path, which is not cut"
+        assert max(map(len, lines)) <= width
+        assert lines[-1].strip() == "✓ EQUIVALENT (exit code 0)"
+        assert "\x1b" not in ended.stdout, "no colour where nobody looks"
+
+    def test_a_terminal_has_colour_unless_asked_not_to(self, results: Path) -> None:
+        assert "\x1b[" in on_terminal(results / "good", {})
+        plain = on_terminal(results / "good", {"NO_COLOR": "1"})
+        assert not re.search(r"\x1b\[[0-9;]*3[0-7]", plain)
+        assert plain.rstrip().endswith("EQUIVALENT (exit code 0)") or "EQUIVALENT" in plain.splitlines()[-1]
+
+
+def on_terminal(run_dir: Path, settings: dict[str, str]) -> str:
+    """What `report` writes to a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "equivtest", "report", str(run_dir)],
+        stdout=theirs, stderr=theirs, env={**env, "TERM": "xterm", "COLUMNS": "100", **settings},
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while chunk := os.read(ours, 65536):
+            said += chunk
+    process.wait()
+    os.close(ours)
+    return said.decode()
 
 
 def test_report_recomputes_the_verdict_and_prints_it_as_json(equivtest, results: Path) -> None:

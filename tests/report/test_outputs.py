@@ -112,6 +112,17 @@ class TestJunit:
         assert "position 3: p 3.2e-09, q 1.5e-07" in str(failure.text)
         assert quiet.findall(".//failure") == []
 
+    def test_a_line_of_any_family_but_the_cells_own_is_a_case_and_fails_with_the_run(self) -> None:
+        data = data_with_one_cell(rejected=False, word=Word.DIFFERENT)
+        line = {**report_data(**SMALL).evidence.iloc[0].to_dict(), "family": "identity", "name": "replay"}
+        flagged = replace(data, evidence=pd.DataFrame([{**line, "stratum": "on / topp95", "adjusted_p": 1e-9}]))
+        root = ET.fromstring(render_junit(flagged))
+        (case,) = root.findall(".//testcase[@classname='equivtest.identity']")
+        assert case.find("failure") is not None
+        quiet = replace(data, word=Word.EQUIVALENT, evidence=flagged.evidence.assign(adjusted_p=0.9))
+        (case,) = ET.fromstring(render_junit(quiet)).findall(".//testcase[@classname='equivtest.identity']")
+        assert case.find("failure") is None
+
     def test_an_unconfirmed_rejection_passes_and_says_so(self) -> None:
         root = ET.fromstring(render_junit(data_with_one_cell(rejected=True, word=Word.EQUIVALENT)))
         said = [case.findtext("system-out") or "" for case in root.findall(".//testcase")]
