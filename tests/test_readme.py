@@ -103,6 +103,50 @@ def speed_figures(bench: str, ours: str, theirs: str) -> tuple[str, ...]:
     return f"{mine[unit]:.0f} ms", f"{other[unit]:,.0f} ms", f"{mine['speedup']:.1f} times"
 
 
+def gpu_row(bench: str, **wanted: object) -> dict:
+    return next(row for row in read(f"h200/{bench}.json")["rows"] if wanted.items() <= row.items())
+
+
+def whole_run_figures(bench: str, *, judged: bool = True) -> tuple[str, ...]:
+    seconds = f"{gpu_row(bench, part='total')['seconds']:.1f} s"
+    if not judged:
+        return (seconds,)
+    settings = read(f"h200/{bench}.json")["settings"]
+    a_a, planted = (
+        next(control["line"] for control in settings["controls"] if control["name"] == name)
+        for name in ("A/A", "planted fault")
+    )
+    return (
+        seconds,
+        f"{settings['tokens']:,} tokens",
+        settings["verdict"],
+        "A/A " + a_a.split("passed, ")[1].split(",")[0].removesuffix(" rejected"),
+        "planted fault in " + planted.split("detected, ")[1].split(" rejected")[0],
+    )
+
+
+def plain_step_figures() -> tuple[str, ...]:
+    one, many = (gpu_row(f"decode-{batch}", what="step")["median_ms"] for batch in (1, 256))
+    return (f"{one:.2f} ms and {many:.2f} ms",)
+
+
+def fused_figures() -> tuple[str, ...]:
+    rows = [gpu_row("kernels", vocab=151_936, batch=batch, draft=7, way="cuda fused") for batch in (8, 64)]
+    return tuple(f"{row['batch']} requests {row['us']:.0f} us, {row['vendor_ratio']:.1f} times as fast" for row in rows)
+
+
+def serving_figures() -> tuple[str, ...]:
+    off, on = (
+        gpu_row("tpot-early_exit", concurrency=1, sampling="T .8 top_p .95", spec=spec)["tpot_p50_ms"]
+        for spec in ("off", "on")
+    )
+    return f"plain {off:.2f} ms", f"early_exit {on:.2f} ms"
+
+
+def one_hot_figures() -> tuple[str, ...]:
+    return (f"{gpu_row('onehot-smollm2', one_hot='dense')['delta_percent']:.1f} %",)
+
+
 @pytest.mark.parametrize(
     ("line", "figures"),
     [
@@ -135,6 +179,13 @@ def speed_figures(bench: str, ours: str, theirs: str) -> tuple[str, ...]:
         ("the recovery's coin", coin_figures),
         ("the kill matrix", matrix_figures),
         ("filter and sample", lambda: speed_figures("bench-kernels.json", "cpp", "torch_sort")),
+        ("whole gate of three configs on one H200", lambda: whole_run_figures("protocol-cuda")),
+        ("the same with `flashinfer` kernels", lambda: whole_run_figures("protocol-flashinfer")),
+        ("the same for random weights", lambda: whole_run_figures("protocol-qwen3-4b", judged=False)),
+        ("plain step of SmolLM2", plain_step_figures),
+        ("from bfloat16 logits", fused_figures),
+        ("time per output token at 1 request", serving_figures),
+        ("dense one-hot rows", one_hot_figures),
         ("a decoding step", lambda: speed_figures("bench-decode.json", "step", "hf_step")),
         ("the forward alone", lambda: speed_figures("bench-decode.json", "forward", "hf_forward")),
     ],
