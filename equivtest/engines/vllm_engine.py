@@ -134,7 +134,9 @@ class VllmEngine:
         return generations
 
     def scorer(self) -> Scorer | None:
-        """Our scorer on the same weights; None where the built-in decoder does not run them."""
+        """Our scorer on the same weights; None where the built-in decoder does not run them. vLLM makes room for it: it
+        keeps most of a GPU's memory to itself."""
+        self._unload()
         if self._checkpoint is not None and self._scorer is None:
             self._scorer = reference_scorer(self._checkpoint, dtype=self._dtype, device=self._options.device)
         return self._scorer

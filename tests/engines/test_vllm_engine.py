@@ -98,6 +98,9 @@ def test_one_of_the_two_is_loaded_at_a_time_and_only_arm_on_speculates(opened: O
         (True, "float32", 4)
     }
     assert said[:2] == ["loading vLLM with speculation", "loading vLLM without speculation"]
+    assert engine.scorer() is not None
+    assert module.alive == 0, "vLLM makes room for the scorer"
+    engine.generate(requests(engine, 1), speculative=True)
     engine.close()
     assert module.alive == 0
     told = engine.describe()
@@ -106,7 +109,8 @@ def test_one_of_the_two_is_loaded_at_a_time_and_only_arm_on_speculates(opened: O
 
 def test_greedy_text_is_the_same_in_both_arms(opened: Opener) -> None:
     engine = opened(FakeVllm())
-    asked = requests(engine, 1, "greedy", max_tokens=24)
+    repeating = SamplingParams(temperature=0.0, repetition_penalty=0.2)
+    asked = requests(engine, 1, params=repeating, max_tokens=32)
     plain, speculative = (tokens(engine.generate(asked, speculative=way)) for way in (False, True))
     assert plain == speculative
     assert engine.capabilities.exact
