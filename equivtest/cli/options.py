@@ -19,6 +19,7 @@ SERVER_FIELDS = (
     "spec_off", "spec_on", "api", "served_model", "tokenizer", "choices", "concurrency", "timeout_s", "retries",
     "backoff_s", "seeded", "extra_body", "forbid_eos",
 )  # fmt: skip
+VLLM_FIELDS = ("speculative_config", "engine_args")
 ANALYSIS_FIELDS = ("statistic", "exact", "dependence", "num_permutations")
 
 
@@ -48,11 +49,15 @@ def engine_options(command: Command) -> Command:
 
 
 def server_options(command: Command) -> Command:
-    """Which engine is tested, and how a server is asked; fields of ServerOptions."""
+    """Which engine is tested, and how a server is asked or vLLM loaded; fields of ServerOptions and VllmOptions."""
     return _stack(
         command,
         click.option("--engine", default="decoder", show_default=True,
-                     help="decoder (built in), transformers or openai (a server); see `equivtest doctor`."),
+                     help="decoder (built in), transformers, vllm or openai (a server); see `equivtest doctor`."),
+        click.option("--speculative-config", default="{}", metavar="JSON", callback=_json_table,
+                     help="vllm: its own speculative config, for the arms that speculate."),
+        click.option("--engine-args", default="{}", metavar="JSON", callback=_json_table,
+                     help="vllm: arguments of its LLM in both arms, beside ours or in their place."),
         click.option("--spec-off", default=None, metavar="URL", help="openai: a server that does not speculate."),
         click.option("--spec-on", default=None, metavar="URL",
                      help="openai: one that does. With one of the two a run collects what it can; --resume goes on."),

@@ -12,6 +12,7 @@ from equivtest.cli.options import (
     ANALYSIS_FIELDS,
     ENGINE_FIELDS,
     SERVER_FIELDS,
+    VLLM_FIELDS,
     analysis_options,
     engine_options,
     pick,
@@ -39,6 +40,7 @@ The folder of the run holds report.html, summary.md, junit.xml, verdict.json and
 \b
 Other engines, whose teeth are a bias planted in a copy of their recordings (--model: what the servers serve):
   equivtest run --engine transformers --drafter ngram   prompt lookup; also early_exit, or model with --draft-model
+  equivtest run --engine vllm --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
   equivtest run --engine openai --spec-off http://a:8000 --spec-on http://b:8000 --model path/to/folder
   equivtest run --engine openai --spec-off http://a:8000 --run-dir results/x   then restart the server, and
   equivtest run --engine openai --spec-on http://a:8000 --run-dir results/x --resume
@@ -122,12 +124,16 @@ def command(as_json: bool, engine: str, api_key_env: str, **values: Any) -> int:
     from equivtest.cli.progress import listener_for
     from equivtest.cli.verdict import show_verdict
     from equivtest.pipeline.analysis_options import AnalysisOptions
-    from equivtest.pipeline.run import EngineOptions, RunOptions, ServerOptions, run
+    from equivtest.pipeline.run import EngineOptions, RunOptions, ServerOptions, VllmOptions, run
 
     asked = pick(values, SERVER_FIELDS)
     is_server = engine == "openai" or asked["spec_off"] or asked["spec_on"]
     server = ServerOptions(api_key=os.environ.get(api_key_env) or None, **asked) if is_server else None
-    subject = EngineOptions(engine=engine, server=server, **pick(values, ENGINE_FIELDS))
+    own = pick(values, VLLM_FIELDS)
+    vllm = VllmOptions(**own) if engine == "vllm" or any(own.values()) else None
+    if vllm is not None:  # vLLM is told so by the environment alone; its log would be among what a program reads
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    subject = EngineOptions(engine=engine, server=server, vllm=vllm, **pick(values, ENGINE_FIELDS))
     analysis = AnalysisOptions(**pick(values, (*ANALYSIS_FIELDS, *_JUDGING_FIELDS)))
     result = run(RunOptions(engine=subject, analysis=analysis, **values), listener_for(Console(stderr=True)))
     return show_verdict(result, as_json=as_json)

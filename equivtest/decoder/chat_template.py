@@ -23,7 +23,8 @@ class ChatTemplate:
     """A compiled template. Raises UnsupportedModel when it does not compile."""
 
     def __init__(self, model: str, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._model, self._special_tokens = model, dict(special_tokens)
+        self.source, self.special_tokens = source, dict(special_tokens)
+        self._model = model
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -43,7 +44,7 @@ class ChatTemplate:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **self.special_tokens,
             )
         except jinja2.TemplateError as error:
             raise UnsupportedModel(self._model, f"its chat template refuses these messages: {error}") from error

