@@ -61,6 +61,7 @@ def bench_tpot(
                         **columns,
                         "tokens_per_s": served.tokens_per_s,
                         "accepted_per_round": accepted_per_round(served.generations),
+                        "draft_len": described["draft_len"] if speculative else 0,
                         "speedup": off_p50 / columns["tpot_p50_ms"],
                     }
                 )

@@ -36,7 +36,8 @@ def engine_options(command: Command) -> Command:
                      help="Kernel backend: auto, cpp, cuda, flashinfer or reference."),
         click.option("--drafter", default="early_exit", show_default=True,
                      help="ngram, early_exit, sampled_exit (the same layers, sampled), self, model or dflash."),
-        click.option("--draft-len", type=int, default=2, show_default=True, help="Drafts offered per step."),
+        click.option("--draft-len", default="2", show_default=True, metavar="INTEGER|auto", callback=_draft_len,
+                     help="Drafts offered per step; auto: the decoder measures which length pays, before the run."),
         click.option("--early-exit-layers", type=int, default=None, help="Layers of early_exit and sampled_exit."),
         click.option("--draft-model", default=None,
                      help="What `--drafter model` reads, a model, or dflash, a folder of `equivtest drafter train`."),
@@ -80,6 +81,15 @@ def server_options(command: Command) -> Command:
         click.option("--api-key-env", default="OPENAI_API_KEY", show_default=True,
                      help="openai: environment variable that holds the key, if there is one. It is kept nowhere."),
     )  # fmt: skip
+
+
+def _draft_len(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    if value == "auto":
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is neither a number nor auto") from None
 
 
 def _json_table(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, Any]:

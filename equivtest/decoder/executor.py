@@ -54,8 +54,6 @@ class Executor:
         """
         if max_batch < 1:
             raise InvalidSetting("max_batch", max_batch, "must be at least 1")
-        if not 0 <= max_draft <= 127:
-            raise InvalidSetting("max_draft", max_draft, "must be in 0..127")
         vocab_size = model.config.vocab_size
         if not all(0 <= token_id < vocab_size for token_id in eos_token_ids):
             raise InvalidSetting("eos_token_ids", tuple(eos_token_ids), f"ids must be in 0..{vocab_size - 1}")
@@ -63,13 +61,20 @@ class Executor:
         capable = backend.capabilities.min_p and backend.capabilities.per_request_seed
         self.plain_backend = plain_backend or (backend if capable else get_backend("reference"))
         self.model, self.backend, self.drafter = model, backend, drafter
-        self.max_batch, self.max_draft = max_batch, max_draft
+        self.max_batch = max_batch
+        self.offer_at_most(max_draft)
         self.stages = stages or standard_stages(
             model, backend, drafter, acceptance=acceptance, plain_backend=self.plain_backend
         )
         self._own_stages = None if stages is not None else self.stages
-        self._scratch: SpecScratch | None = None
         self._kv: PagedKVCache | None = None
+
+    def offer_at_most(self, max_draft: int) -> None:
+        """Change the most drafts a row is offered, from the next call on. Raises InvalidSetting."""
+        if not 0 <= max_draft <= 127:
+            raise InvalidSetting("max_draft", max_draft, "must be in 0..127")
+        self.max_draft = max_draft
+        self._scratch: SpecScratch | None = None
 
     @torch.inference_mode()
     def generate(

@@ -83,8 +83,9 @@ class EngineOptions:
     kernels: str = "auto"
     """Kernel backend; auto takes the first that works here, and the record says which."""
     drafter: str = "early_exit"
-    draft_len: int = 2
-    """Most drafts a row is offered in one step."""
+    draft_len: int | None = 2
+    """Most drafts a row is offered in one step; None: the decoder measures which length pays at `max_batch` requests,
+    and keeps to it."""
     early_exit_layers: int | None = None
     """Layers of the drafters early_exit and sampled_exit; None: all but one in fifteen of the model's."""
     draft_model: str | None = None
@@ -104,7 +105,9 @@ class EngineOptions:
             raise InvalidSetting("dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:
             raise InvalidSetting("device", self.device, f"must be one of {', '.join(DEVICES)}")
-        if self.draft_len < 1:
+        if self.draft_len is None and self.engine != "decoder":
+            raise InvalidSetting("draft_len", "auto", f"is for the built-in decoder, not for {self.engine}")
+        if self.draft_len is not None and self.draft_len < 1:
             raise InvalidSetting("draft_len", self.draft_len, "must be at least 1")
         for option, value, drafters in (
             ("early_exit_layers", self.early_exit_layers, ("early_exit", "sampled_exit")),

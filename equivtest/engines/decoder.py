@@ -19,6 +19,7 @@ from equivtest.decoder.model import Model
 from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.weights import Checkpoint, default_dtype, load_checkpoint
 from equivtest.engines.base import Capabilities, EngineOptions, Messages, StagesWrap
+from equivtest.engines.draft_length import LONGEST, default_conversations, keep_to_best_length, measuring_requests
 from equivtest.errors import InvalidSetting, KernelUnavailable, UnsupportedModel
 from equivtest.kernels.contract import KernelBackend
 from equivtest.kernels.registry import get_backend, resolve_auto
@@ -36,8 +37,15 @@ SCORER_ROWS: Mapping[str, Mapping[str, int]] = {
 class DecoderEngine:
     """Loads a model and decodes with it, with and without speculation."""
 
-    def __init__(self, executor: Executor, checkpoint: Checkpoint, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        checkpoint: Checkpoint,
+        description: Mapping[str, Any],
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
         self._executor, self._tokenizer, self._description = executor, checkpoint.tokenizer, description
+        self._notes = dict(notes or {})
         self._scorer: Scorer | None = None
 
     @classmethod
@@ -100,10 +108,13 @@ class DecoderEngine:
             drafter,
             plain_backend=_plain_backend(backend, options.device),
             max_batch=options.max_batch,
-            max_draft=options.draft_len,
+            max_draft=LONGEST if options.draft_len is None else options.draft_len,
             acceptance=options.acceptance,
             eos_token_ids=checkpoint.tokenizer.eos_token_ids,
         )
+        notes: dict[str, str] = {}
+        if options.draft_len is None:
+            notes["draft_len"] = _measure_draft_length(executor, checkpoint, on_message)
         description = {
             "engine": "decoder",
             # Where a file lies on this machine says nothing about it; its sha256 does.
@@ -120,14 +131,14 @@ class DecoderEngine:
             "kernels_refused": dict(refused),
             "drafter": drafter.name,
             "drafter_parameters": dict(drafter.describe()),
-            "draft_len": options.draft_len,
+            "draft_len": executor.max_draft,
             "acceptance": options.acceptance,
             "max_batch": options.max_batch,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "equivtest": equivtest.__version__,
         }
-        return cls(executor, checkpoint, description)
+        return cls(executor, checkpoint, description, notes)
 
     @property
     def model(self) -> Model:
@@ -179,10 +190,25 @@ class DecoderEngine:
         return dict(self._description)
 
     def notes(self) -> Mapping[str, str]:
-        return {}
+        return dict(self._notes)
 
     def close(self) -> None:
         pass
+
+
+def _measure_draft_length(executor: Executor, checkpoint: Checkpoint, on_message: Callable[[str], None] | None) -> str:
+    """Let the executor keep to the length that pays; what was found, in words."""
+    prompts = [tuple(checkpoint.tokenizer.encode_chat(one)) for one in default_conversations()]
+    found = keep_to_best_length(executor, measuring_requests(prompts, executor.max_batch))
+    text = (
+        f"drafts a step: {executor.max_draft}, measured at {executor.max_batch} requests; "
+        f"{found.tokens:.2f} tokens of a request in a step, {1e3 * found.token_s:.3g} ms a token"
+    )
+    if not found.num_draft:
+        text = f"drafts a step: 1, though at {executor.max_batch} requests none would be faster still"
+    if on_message is not None:
+        on_message(text)
+    return text
 
 
 def _draft_model(options: EngineOptions) -> str | None:
