@@ -52,7 +52,7 @@ def server_options(command: Command) -> Command:
     return _stack(
         command,
         click.option("--engine", default="decoder", show_default=True,
-                     help="decoder (built in), transformers or openai (a server); see `equivtest doctor`."),
+                     help="decoder (built in), transformers, openvino or openai (a server); see `equivtest doctor`."),
         click.option("--spec-off", default=None, metavar="URL", help="openai: a server that does not speculate."),
         click.option("--spec-on", default=None, metavar="URL",
                      help="openai: one that does. With one of the two a run collects what it can; --resume goes on."),

@@ -50,6 +50,14 @@ ENGINES: Mapping[str, EngineKind] = {
         extra="transformers",
         words="Hugging Face transformers in this process: generate, and assisted generation",
     ),
+    "openvino": EngineKind(
+        module="equivtest.engines.openvino_engine",
+        class_name="OpenvinoEngine",
+        options=frozenset({"engine", "model", "dtype", "drafter", "draft_len", "draft_model", "max_batch", "threads"}),
+        packages=("openvino-genai",),
+        extra="openvino",
+        words="OpenVINO GenAI in this process: continuous batching, prompt lookup, a draft model",
+    ),
     "openai": EngineKind(
         module="equivtest.engines.server_engine",
         class_name="ServerEngine",

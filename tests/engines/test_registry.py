@@ -21,7 +21,7 @@ def test_every_option_of_a_kind_is_one_of_the_record() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"engine": "oracle"}, UnknownName, "known: decoder, openai, transformers"),
+        ({"engine": "oracle"}, UnknownName, "known: decoder, openai, openvino, transformers"),
         ({"engine": "transformers", "acceptance": "match"}, InvalidSetting, "is no option of the engine transformers"),
         ({"engine": "openai"}, InvalidSetting, "openai engine needs --spec-off URL"),
         ({"server": SERVER}, InvalidSetting, "is no option of the engine decoder"),
