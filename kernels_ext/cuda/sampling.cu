@@ -63,7 +63,7 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
   int64_t token = -1;
   bool accepted = false, refused = false;
   if (requests.rule == Rule::kChain && has_draft) {
-    const float p = weight.probability(as_float(row[draft]));
+    const float p = weight.probability(to_float(row[draft]));
     const float* q_row =
         requests.draft_probs ? requests.draft_probs + (request * requests.max_draft + slot) * vocab_size : nullptr;
     const float q = q_row ? q_row[draft] : 1.0f;
@@ -112,6 +112,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                  Requests requests, RowResults results) {
   extern __shared__ char memory[];
   __shared__ Shared shared;
+  allow_next_launch();
+  wait_for_previous();
   const int64_t request = blockIdx.x / (requests.max_draft + 1);
   const int slot = blockIdx.x % (requests.max_draft + 1);
   const int num_draft = requests.num_draft[request];
@@ -218,12 +220,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   law_row.filter(law);
   const LogitWeight weight = law_row.weight();
   const float scale = static_cast<float>(1.0 / weight.norm);
-  for (int i = threadIdx.x; i < vocab_size; i += kThreads) target[i] = weight(as_float(row[i])) * scale;
+  for (int i = threadIdx.x; i < vocab_size; i += kThreads) target[i] = weight(to_float(row[i])) * scale;
 }
 
 // The tokens of each request: the drafts before the first rejection, what that row drew, -1 after it.
 __global__ void combine(const int64_t* draft_token_ids, const int* num_draft, RowResults results, int batch,
                         int max_draft, int64_t* output_token_ids, int* emitted, int* telemetry, double* refusal) {
+  wait_for_previous();
   const int request = blockIdx.x * blockDim.x + threadIdx.x;
   if (request == 0 && refusal != nullptr) {
     const unsigned long long bits = *results.refusal;
@@ -267,9 +270,8 @@ template <class T>
 const char* launch_judge(const void* logits, int64_t num_rows, const int* row_start, const Laws& laws, int64_t vocab_size, int64_t batch,
                          const Requests& requests, const RowResults& results, cudaStream_t stream) {
   if (const char* error = allow_shared(judge_logits<T>)) return error;
-  judge_logits<T><<<static_cast<unsigned>(batch * (requests.max_draft + 1)), kThreads, kSharedBytes, stream>>>(
-      static_cast<const T*>(logits), num_rows, row_start, laws, static_cast<int>(vocab_size), requests, results);
-  return last_error();
+  return launch(judge_logits<T>, static_cast<unsigned>(batch * (requests.max_draft + 1)), kThreads, kSharedBytes, stream,
+                static_cast<const T*>(logits), num_rows, row_start, laws, static_cast<int>(vocab_size), requests, results);
 }
 
 template <class T>
@@ -285,10 +287,8 @@ const char* launch_law(const void* logits, const Laws& laws, int64_t vocab_size,
 const char* launch_combine(const int64_t* drafts, const int* num_draft, const RowResults& results, int64_t batch,
                            int64_t max_draft, int64_t* output, int* emitted, int* telemetry, double* refusal,
                            cudaStream_t stream) {
-  combine<<<static_cast<unsigned>((batch + 127) / 128), 128, 0, stream>>>(
-      drafts, num_draft, results, static_cast<int>(batch), static_cast<int>(max_draft), output, emitted, telemetry,
-      refusal);
-  return last_error();
+  return launch(combine, static_cast<unsigned>((batch + 127) / 128), 128, 0, stream, drafts, num_draft, results,
+                static_cast<int>(batch), static_cast<int>(max_draft), output, emitted, telemetry, refusal);
 }
 
 }  // namespace

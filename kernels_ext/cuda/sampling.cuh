@@ -2,7 +2,7 @@
 //
 // The cut of a filter is found without sorting and without writing probabilities. All filters are thresholds on the
 // logit x, since z = x / temperature is monotone. One pass over the row gives its maximum and total mass, and for every
-// thread the largest logit that it met. One of the smaller of those is a floor that some two thousand tokens reach,
+// thread the largest logit that it met. One of the smaller of those is a floor that some four thousand tokens reach,
 // whatever the row looks like; they are gathered in shared memory, in vocabulary order. Where the filters provably keep
 // none but these, everything after is arithmetic on them; otherwise the same is done over the whole row.
 //
@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "equivtest/philox.h"
+#include "launch.cuh"
 
 namespace equivtest::cuda {
 
@@ -26,8 +27,8 @@ constexpr int kCapacity = 8192;    // tokens of a row that shared memory holds
 constexpr int kCuts = 7;           // thresholds tried in one pass of the cut search
 constexpr int kSums = kCuts + 1;   // a power of two: what one reduction adds up
 constexpr int kLoadsInFlight = 4;  // 16-byte loads of a thread before the first is used
-// So many threads' largest logits lie above the floor: about twice as many tokens as threads do, by Poisson's law.
-constexpr int kFloorRank = kThreads * 865 / 1000;
+// So many threads' largest logits lie above the floor: about four times as many tokens as threads do, by Poisson's law.
+constexpr int kFloorRank = kThreads * 982 / 1000;
 constexpr float kInfinity = __builtin_huge_valf();
 
 // Indices into contract.REFUSALS.
@@ -49,9 +50,6 @@ __device__ inline void refuse(unsigned long long* refusal, int64_t row, Problem 
   const unsigned long long place = (static_cast<unsigned long long>(row) << 8) | problem;
   atomicMin(refusal, (place << 32) | __float_as_uint(value));
 }
-
-__device__ __forceinline__ float as_float(float x) { return x; }
-__device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // Floats in the order of unsigned integers.
 __device__ __forceinline__ uint32_t key_of(float x) {
@@ -232,6 +230,14 @@ struct Reader {
 
   __device__ __forceinline__ void load(int vector, float (&x)[kWidth]) const { unpack(bits(vector), x); }
 
+  // This thread's vectors from `first` on, kThreads apart; asked for ahead, they arrive while others are looked at.
+  __device__ __forceinline__ void load_group(int first, uint4 (&raw)[kLoadsInFlight]) const {
+#pragma unroll
+    for (int k = 0; k < kLoadsInFlight; ++k) {
+      if (first + k * kThreads < num_vectors()) raw[k] = bits(first + k * kThreads);
+    }
+  }
+
   // Entry j of a vector, where j is not known to the compiler.
   __device__ static __forceinline__ float entry(const uint4& raw, int j) {
     const int w = sizeof(T) == 2 ? j / 2 : j;
@@ -284,7 +290,7 @@ struct Items {
     }
   }
 
-  __device__ __forceinline__ float x(int i) const { return whole_row ? as_float(row[i]) : gathered_x[i]; }
+  __device__ __forceinline__ float x(int i) const { return whole_row ? to_float(row[i]) : gathered_x[i]; }
   __device__ __forceinline__ int id(int i) const { return whole_row ? i : gathered_ids[i]; }
 };
 
@@ -437,12 +443,13 @@ class LogitRow {
     float best = -kInfinity;
     int best_id = 0x7fffffff;
     double mass = 0;
+    uint4 next[kLoadsInFlight];
+    reader_.load_group(threadIdx.x, next);
     for (int first = threadIdx.x; first < num_vectors; first += kThreads * kLoadsInFlight) {
       uint4 raw[kLoadsInFlight];
 #pragma unroll
-      for (int k = 0; k < kLoadsInFlight; ++k) {
-        if (first + k * kThreads < num_vectors) raw[k] = reader_.bits(first + k * kThreads);
-      }
+      for (int k = 0; k < kLoadsInFlight; ++k) raw[k] = next[k];
+      reader_.load_group(first + kThreads * kLoadsInFlight, next);
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
         if (first + k * kThreads >= num_vectors) break;
@@ -531,7 +538,7 @@ class LogitRow {
   __device__ const Items<T>& items() const { return items_; }
   __device__ const LogitWeight& weight() const { return weight_; }
   __device__ int best_id() const { return best_id_; }
-  __device__ float x(int64_t id) const { return as_float(reader_.row[id]); }
+  __device__ float x(int64_t id) const { return to_float(reader_.row[id]); }
 
  private:
   // Whether the filters keep none but the gathered tokens, which are the items.
@@ -588,11 +595,7 @@ class LogitRow {
     int count = 0, buffer = 0;
     for (int first = 0; first < num_vectors; first += kThreads * kLoadsInFlight, buffer ^= 1) {
       uint4 raw[kLoadsInFlight];
-#pragma unroll
-      for (int k = 0; k < kLoadsInFlight; ++k) {
-        const int vector = first + k * kThreads + threadIdx.x;
-        if (vector < num_vectors) raw[k] = reader_.bits(vector);
-      }
+      reader_.load_group(first + static_cast<int>(threadIdx.x), raw);
       uint32_t reached = 0;  // a bit an entry of this thread's vectors
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
@@ -639,11 +642,11 @@ class LogitRow {
   __device__ float first_bad() {
     int id = 0x7fffffff;
     for (int i = threadIdx.x; i < reader_.vocab_size && id == 0x7fffffff; i += kThreads) {
-      if (!(as_float(reader_.row[i]) < kInfinity)) id = i;
+      if (!(to_float(reader_.row[i]) < kInfinity)) id = i;
     }
     float found = id == 0x7fffffff ? -kInfinity : 0.0f;
     block_argmax(&found, &id, shared_);
-    return as_float(reader_.row[id]);
+    return to_float(reader_.row[id]);
   }
 
   Reader<T> reader_;

@@ -211,13 +211,13 @@ def test_bfloat16_greedy_texts_part_only_at_near_ties(
     drafter: str, bfloat16: Model, prompts: list[tuple[int, ...]], record_property: Callable[[str, object], None]
 ) -> None:
     """Where the texts with and without speculation part, the two tokens are within .05 nat of each other by this
-    model's own law there."""
+    model's own law there; FlashInfer's attention rounds otherwise for one row than for several, and gets .1."""
     made = executor(bfloat16, drafter)
     plain = made.generate(greedy(prompts), speculative=False)
     speculative = made.generate(greedy(prompts), speculative=True)
     gaps = [gap for gap in map(gap_of(bfloat16), prompts, plain, speculative) if gap is not None]
     record_property(f"{len(gaps)} of {len(prompts)} texts part; gaps in nat", [round(gap, 4) for gap in gaps])
-    assert max(gaps, default=0.0) <= 0.05
+    assert max(gaps, default=0.0) <= (0.1 if bfloat16.backend.name == "flashinfer" else 0.05)
 
 
 def gap_of(model: Model) -> Any:

@@ -51,5 +51,5 @@ def test_the_loss_of_the_head_is_that_of_float32_up_to_rounding() -> None:
         loss.total.backward()
         assert rows.grad is not None
         found.append((loss.losses.detach(), rows.grad))
-    assert float((found[1][1] - found[0][1]).norm() / found[0][1].norm()) < 0.02
+    assert float((found[1][1] - found[0][1]).norm() / found[0][1].norm()) < 0.03
     torch.testing.assert_close(found[1][0], found[0][0], atol=0.2, rtol=0.02)
