@@ -41,6 +41,7 @@ The folder of the run holds report.html, summary.md, junit.xml, verdict.json and
 Other engines, whose teeth are a bias planted in a copy of their recordings (--model: what the servers serve):
   equivtest run --engine transformers --drafter ngram   prompt lookup; also early_exit, or model with --draft-model
   equivtest run --engine vllm --speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'
+  equivtest run --engine openvino --drafter ngram --model model.gguf
   equivtest run --engine openai --spec-off http://a:8000 --spec-on http://b:8000 --model path/to/folder
   equivtest run --engine openai --spec-off http://a:8000 --run-dir results/x   then restart the server, and
   equivtest run --engine openai --spec-on http://a:8000 --run-dir results/x --resume

@@ -90,7 +90,7 @@ class EngineOptions:
     """What to run and how; passed whole."""
 
     engine: str = "decoder"
-    """Who generates: decoder (the built-in one), transformers, vllm or openai (a server)."""
+    """Who generates: decoder (the built-in one), transformers, vllm, openvino or openai (a server)."""
     model: str = "smollm2-135m"
     """Registered name, hub id, GGUF file or safetensors folder."""
     dtype: str = "auto"

@@ -58,6 +58,14 @@ ENGINES: Mapping[str, EngineKind] = {
         remedy="install equivtest into the environment of vLLM, which brings a torch of its own",
         words="vLLM in this process, with a speculative config of its own",
     ),
+    "openvino": EngineKind(
+        module="equivtest.engines.openvino_engine",
+        class_name="OpenvinoEngine",
+        options=frozenset({"engine", "model", "dtype", "drafter", "draft_len", "draft_model", "max_batch", "threads"}),
+        packages=("openvino-genai",),
+        remedy="run: pip install 'equivtest[openvino]'",
+        words="OpenVINO GenAI in this process: continuous batching, prompt lookup, a draft model",
+    ),
     "openai": EngineKind(
         module="equivtest.engines.server_engine",
         class_name="ServerEngine",

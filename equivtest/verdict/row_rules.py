@@ -138,6 +138,11 @@ def filters(lines: Lines) -> Said | None:
     elsewhere = {Origin.ACCEPTED} | ({Origin.BONUS} if lines.matching("surprisal_bonus") else set())
     if set(counts) <= elsewhere:  # then it is the acceptance, or the bonus row, that is wrong
         return None
+    if Origin.UNKNOWN in counts:  # recorded elsewhere: any stage may have put them out
+        sentence = (
+            f"tokens of probability 0 are put out ({counts[Origin.UNKNOWN]} of them): look at the acceptance test, "
+        )
+        return "accept", f"{sentence}at what follows a rejected draft, and at where filters are applied", ALL
     kinds = " and ".join(dict.fromkeys(_ROW_WORDS[origin] for origin in counts))
     split = ", ".join(f"{count} {origin}" for origin, count in counts.items())
     if not lines.laws_vary:

@@ -22,7 +22,7 @@ def test_every_option_of_a_kind_is_one_of_the_record() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"engine": "oracle"}, UnknownName, "known: decoder, openai, transformers, vllm"),
+        ({"engine": "oracle"}, UnknownName, "known: decoder, openai, openvino, transformers, vllm"),
         ({"engine": "transformers", "acceptance": "match"}, InvalidSetting, "is no option of the engine transformers"),
         ({"engine": "openai"}, InvalidSetting, "openai engine needs --spec-off URL"),
         ({"engine": "vllm"}, InvalidSetting, "vllm engine needs --speculative-config JSON"),

@@ -209,6 +209,12 @@ CHANGED = dataclasses.replace(line("replay", 20.0, 0.0, estimate=0.8), family="i
 OFF_LAW = dataclasses.replace(line("drafts", 300.0, 0.0, estimate=0.3), family="identity")
 
 
+def test_tokens_of_unknown_origin_outside_the_law_name_every_stage_that_may_have_put_them_out() -> None:
+    """As engines that tell only their tokens leave them."""
+    (said,) = diagnose([off_support("7 unknown")])
+    assert "tokens of probability 0 are put out (7 of them): look at the acceptance test" in said
+
+
 def off_support(split: str, p_value: float = 0.0) -> Evidence:
     return dataclasses.replace(line("support", 5.0, p_value, estimate=0.005), method=f"tokens with p(y) = 0 ({split})")
 
