@@ -37,7 +37,7 @@ def engine_options(command: Command) -> Command:
                      help="Kernel backend: auto, cpp, cuda, flashinfer or reference."),
         click.option("--drafter", default="early_exit", show_default=True,
                      help="ngram, early_exit, sampled_exit (the same layers, sampled), self, model or dflash."),
-        click.option("--draft-len", default="2", show_default=True, metavar="INTEGER|auto", callback=_draft_len,
+        click.option("--draft-len", type=str, default=2, show_default=True, metavar="INTEGER|auto", callback=_draft_len,
                      help="Drafts offered per step; auto: the decoder measures which length pays, before the run."),
         click.option("--early-exit-layers", type=int, default=None, help="Layers of early_exit and sampled_exit."),
         click.option("--draft-model", default=None,
