@@ -94,16 +94,24 @@ class VllmEngine:
         return Capabilities(exact=self._dtype == torch.float32)
 
     def refusal(self, params: SamplingParams) -> str | None:
-        """Laws of another order than ours, and what vLLM itself refuses where it speculates, in its words."""
+        """Laws of another order than ours, and what vLLM itself refuses where it speculates, in its words.
+
+        Raises RequestFailed where it dies of them.
+        """
         if params.min_p and params.top_p < 1:
             return "vLLM applies min_p before top_p, and the law here after it"
         if params.repetition_penalty != 1 and params.logit_bias:
             return "vLLM adds a logit bias before the repetition penalty, and the law here after it"
-        request = Request(prompt_token_ids=self.encode_prompt(PROBE_CHAT), params=params, stream_key=1, max_tokens=1)
+        prompt = self.encode_prompt(PROBE_CHAT)
+        request = Request(
+            prompt_token_ids=prompt, params=params, stream_key=1, max_tokens=1, label="a first question with its law"
+        )
         try:
             self._ask([request], speculative=True)
-        except RequestFailed as refused:
-            return f"vLLM refuses them: {refused.problem}"
+        except RequestFailed as failed:
+            if self._answers(probe_request(prompt, 1)):
+                return f"vLLM refuses them: {failed.problem}"
+            raise  # it did not refuse, it died
         return None
 
     def encode_prompt(self, messages: Messages) -> tuple[int, ...]:
@@ -244,6 +252,13 @@ class VllmEngine:
             problem = f"{len(outputs)} texts for {len(requests)} requests"
             raise RequestFailed(_labels(requests), problem, _REPORT)
         return [self._token_ids(output, request) for output, request in zip(outputs, requests, strict=True)]
+
+    def _answers(self, request: Request) -> bool:
+        try:
+            self._ask([request], speculative=True)
+        except RequestFailed:
+            return False
+        return True
 
     def _token_ids(self, output: Any, request: Request) -> tuple[int, ...]:
         if len(output.outputs) != 1:

@@ -89,6 +89,7 @@ class FakeLLM:
         )
         self._counters = {"draft": 0, "accepted": 0}
         self._num_streams = 0
+        self._dead = False
         module.alive += 1
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self._shutdown))
 
@@ -104,6 +105,10 @@ class FakeLLM:
         if self._spec and any(one.min_p or one.logit_bias for one in params):
             message = "The min_p and logit_bias sampling parameters\nare not yet supported with speculative decoding."
             raise ValueError(message)
+        self._dead |= trouble == "dies_of_top_k" and any(one.top_k for one in params)
+        if self._dead:
+            message = "EngineCore died of top_k"
+            raise RuntimeError(message)
         collecting = params[0].max_tokens != 24  # the questions before are answered well
         if trouble == "dies" and collecting:
             message = "EngineCore died"

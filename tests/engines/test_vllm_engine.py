@@ -129,6 +129,15 @@ def test_texts_end_at_a_stop_token_and_at_the_models_end_of_text(opened: Opener)
     assert all(len(text) == 16 or text[-1] in ends for text in made)
 
 
+def test_what_vllm_dies_of_is_no_refusal(opened: Opener) -> None:
+    engine = opened(FakeVllm("dies_of_top_k"))
+    assert engine.refusal(CONFIGS["topp95"]) is None
+    with pytest.raises(
+        RequestFailed, match="a first question with its law: vLLM failed: RuntimeError: EngineCore died"
+    ):
+        engine.refusal(CONFIGS["topk50"])
+
+
 @pytest.mark.parametrize(
     ("trouble", "says"),
     [

@@ -11,6 +11,6 @@ python3.11 -m venv "$venv"
 "$venv/bin/pip" uninstall -y torchvision torchaudio torchcodec
 # Without dependencies, so that vLLM keeps its own torch; then those that vLLM does not bring.
 "$venv/bin/pip" install --no-deps -e '.[server]'
-"$venv/bin/pip" install scipy pandas pyarrow click rich jinja2 matplotlib gguf platformdirs 'httpx2>=2.13'
+"$venv/bin/pip" install scipy pandas pyarrow click rich jinja2 matplotlib gguf platformdirs threadpoolctl 'httpx2>=2.13'
 "$venv/bin/equivtest" doctor
 [ -d "$folder" ] || "$venv/bin/equivtest" model export smollm2-135m "$folder"
