@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
-from equivtest.cli.options import ENGINE_FIELDS, SERVER_FIELDS, engine_options, pick, server_options
+from equivtest.cli.options import engine_options, pick_engine, server_options
 
 _EPILOG = """\b
 Examples:
@@ -52,21 +51,18 @@ Exit codes: 0 it lies within the margin, 1 it leaves out 0 (5 % of correct decod
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 @engine_options
 @server_options
-def command(as_json: bool, engine: str, api_key_env: str, **values: Any) -> int:
+def command(as_json: bool, **values: Any) -> int:
     """Score a benchmark of EleutherAI's harness with speculation off and on, and judge the difference."""
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for
-    from equivtest.pipeline.coarse import CoarseOptions, EngineOptions, ServerOptions, coarse
+    from equivtest.pipeline.coarse import CoarseOptions, coarse
     from equivtest.report.coarse import as_json as record
     from equivtest.report.coarse import coarse_screen
 
     # The harness warns of what is none of the user's doing.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    asked = pick(values, SERVER_FIELDS)
-    is_server = engine == "openai" or asked["spec_off"] or asked["spec_on"]
-    server = ServerOptions(api_key=os.environ.get(api_key_env) or None, **asked) if is_server else None
-    subject = EngineOptions(engine=engine, server=server, **pick(values, ENGINE_FIELDS))
+    subject = pick_engine(values)
     result = coarse(CoarseOptions(engine=subject, **values), listener_for(Console(stderr=True)))
     if as_json:
         click.echo(json.dumps(record(result), indent=2))

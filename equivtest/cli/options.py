@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from equivtest.pipeline.run import EngineOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -136,6 +140,21 @@ def results_dir_option(help_text: str) -> Callable[[Command], Command]:
 def pick(values: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
     """Take `fields` out of a command's values."""
     return {field: values.pop(field) for field in fields}
+
+
+def pick_engine(values: dict[str, Any]) -> EngineOptions:
+    """Take the values of `engine_options` and `server_options` out of a command's."""
+    from equivtest.pipeline.run import EngineOptions, ServerOptions, VllmOptions
+
+    engine, api_key = values.pop("engine"), os.environ.get(values.pop("api_key_env"))
+    asked = pick(values, SERVER_FIELDS)
+    is_server = engine == "openai" or asked["spec_off"] or asked["spec_on"]
+    server = ServerOptions(api_key=api_key or None, **asked) if is_server else None
+    own = pick(values, VLLM_FIELDS)
+    vllm = VllmOptions(**own) if engine == "vllm" or any(own.values()) else None
+    if vllm is not None:  # vLLM is told so by the environment alone; its log would be among what a program reads
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    return EngineOptions(engine=engine, server=server, vllm=vllm, **pick(values, ENGINE_FIELDS))
 
 
 def _stack(command: Command, *decorators: Callable[[Command], Command]) -> Command:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import click
 
 from equivtest.cli.options import (
     ANALYSIS_FIELDS,
-    ENGINE_FIELDS,
-    SERVER_FIELDS,
-    VLLM_FIELDS,
     analysis_options,
     engine_options,
     pick,
+    pick_engine,
     results_dir_option,
     server_options,
 )
@@ -118,23 +115,16 @@ _JUDGING_FIELDS = ("confirm", "law", "bias_margin", "pit_margin")
 @engine_options
 @server_options
 @analysis_options
-def command(as_json: bool, engine: str, api_key_env: str, **values: Any) -> int:
+def command(as_json: bool, **values: Any) -> int:
     """Sample with speculation off and on, test whether the distributions agree, and end in a verdict."""
     from rich.console import Console
 
     from equivtest.cli.progress import listener_for
     from equivtest.cli.verdict import show_verdict
     from equivtest.pipeline.analysis_options import AnalysisOptions
-    from equivtest.pipeline.run import EngineOptions, RunOptions, ServerOptions, VllmOptions, run
+    from equivtest.pipeline.run import RunOptions, run
 
-    asked = pick(values, SERVER_FIELDS)
-    is_server = engine == "openai" or asked["spec_off"] or asked["spec_on"]
-    server = ServerOptions(api_key=os.environ.get(api_key_env) or None, **asked) if is_server else None
-    own = pick(values, VLLM_FIELDS)
-    vllm = VllmOptions(**own) if engine == "vllm" or any(own.values()) else None
-    if vllm is not None:  # vLLM is told so by the environment alone; its log would be among what a program reads
-        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    subject = EngineOptions(engine=engine, server=server, vllm=vllm, **pick(values, ENGINE_FIELDS))
+    subject = pick_engine(values)
     analysis = AnalysisOptions(**pick(values, (*ANALYSIS_FIELDS, *_JUDGING_FIELDS)))
     result = run(RunOptions(engine=subject, analysis=analysis, **values), listener_for(Console(stderr=True)))
     return show_verdict(result, as_json=as_json)

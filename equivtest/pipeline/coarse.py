@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from equivtest.engines.base import Engine
 from equivtest.engines.base import EngineOptions as EngineOptions
-from equivtest.engines.base import ServerOptions as ServerOptions
 from equivtest.errors import EngineUnavailable, InvalidSetting, RunMismatch
 from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
 from equivtest.pipeline.progress import Listener, Silent
