@@ -57,7 +57,7 @@ def server_options(command: Command) -> Command:
     return _stack(
         command,
         click.option("--engine", default="decoder", show_default=True,
-                     help="decoder (built in), transformers, vllm, openvino or openai (a server); see `equivtest doctor`."),
+                     help="decoder (built in), transformers, vllm, openvino or openai (a server): `equivtest doctor`."),
         click.option("--speculative-config", default="{}", metavar="JSON", callback=_json_table,
                      help="vllm: its own speculative config, for the arms that speculate."),
         click.option("--engine-args", default="{}", metavar="JSON", callback=_json_table,

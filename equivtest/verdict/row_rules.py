@@ -17,13 +17,7 @@ _HOTTER = 1.2
 
 A temperature moves every token of a row and a wrong acceptance the draft alone, so one z is about twice the other."""
 
-_ROW_WORDS = {
-    Origin.ACCEPTED: "draft",
-    Origin.RECOVERED: "draft",
-    Origin.BONUS: "bonus",
-    Origin.PLAIN: "plain",
-    Origin.UNKNOWN: "all",
-}
+_ROW_WORDS = {Origin.ACCEPTED: "draft", Origin.RECOVERED: "draft", Origin.BONUS: "bonus", Origin.PLAIN: "plain"}
 
 _INSTEAD = {
     "raw": ("verify", "the law of the raw logits", "temperature and filters"),

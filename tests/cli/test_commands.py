@@ -102,7 +102,7 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
         (("run", "--prompts", "nothing"), "known: copying, default"),
         (("run", "--kernels", "cudnn"), "known: cpp, cuda, flashinfer, reference"),
         (("run", "--drafter", "oracle"), "known: dflash, early_exit, model, ngram, sampled_exit, self"),
-        (("run", "--engine", "oracle"), "known: decoder, openai, transformers, vllm"),
+        (("run", "--engine", "oracle"), "known: decoder, openai, openvino, transformers, vllm"),
         (("run", "--engine", "openai"), "needs --spec-off URL"),
         (("run", "--engine", "openai", "--spec-off", "http://h", "--api", "ollama"), "known: completions, llamacpp"),
         (("run", "--engine", "transformers", "--kernels", "cpp"), "is no option of the engine transformers"),
