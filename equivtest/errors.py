@@ -225,6 +225,17 @@ class InsufficientSamples(StatisticsError):
         super().__init__(f"{test}: {have} samples, needs at least {need}; collect more seeds")
 
 
+class NoSpread(StatisticsError):
+    """Every item says the same, so nothing can be said of the error of their mean."""
+
+    def __init__(self, test: str, num_items: int) -> None:
+        self.test, self.num_items = test, num_items
+        super().__init__(
+            f"{test}: the same in all of {num_items} items, so its error is unknown; "
+            "take a task that the model gets partly right, or more items"
+        )
+
+
 class ResolutionTooCoarse(StatisticsError):
     """1/(B+1) is above q/m: no single cell could be rejected, whatever the data."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from equivtest.errors import InvalidSetting, InvalidShard
 from equivtest.pipeline.manifest import VERDICT_FILE, Manifest, Status, describe_code, resume_command
+from equivtest.pipeline.next_command import next_command
 from equivtest.protocol.plan import Protocol, fingerprint
 from equivtest.protocol.prompts import load_prompt_set, prompt_set_names
 from equivtest.records import EXIT_CODES, Word
@@ -73,11 +74,18 @@ def read_verdict(run_dir: Path, require: str | None = None) -> GateResult:
                 *(f"{control['name']}: {control['line']}" for control in verdict["controls"]),
                 *(f"diagnosis: {sentence}" for sentence in verdict["diagnosis"]),
                 *verdict["reasons"],
-                *(f"next: {step}" for step in verdict["next_steps"]),
+                *(f"next: {step}" for step in (*verdict["next_steps"], *_command(manifest, Word(verdict["verdict"])))),
             ),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidShard(path, f"not a verdict: {error}; recompute it with `equivtest report {run_dir}`") from error
+
+
+def _command(manifest: Manifest, word: Word) -> tuple[str, ...]:
+    """The command that the page names too."""
+    budget = manifest.judged_protocol.budget
+    command = next_command(manifest.command, word, budget=budget, subject=manifest.subject)
+    return () if command is None else (command,)
 
 
 def _unjudged(run_dir: Path, reason: str, step: str) -> GateResult:
@@ -92,7 +100,9 @@ def _wanted(require: str | None) -> str | None:
     name, _, digits = require.partition("=")
     known = name == FINGERPRINT and ("=" not in require or (len(digits) >= _SHORTEST and not set(digits) - _HEX))
     if not known:
-        raise InvalidSetting("require", require, f"must be fingerprint, or fingerprint=HEX with {_SHORTEST} digits")
+        raise InvalidSetting(
+            "require", require, f"must be fingerprint, or fingerprint=HEX with at least {_SHORTEST} digits of 0-9a-f"
+        )
     return digits
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from equivtest.errors import InsufficientSamples, InvalidSetting
+from equivtest.errors import InsufficientSamples, InvalidSetting, NoSpread
 
 Scores = npt.NDArray[np.float64]
 
@@ -81,8 +81,8 @@ def paired_difference(off: Scores, on: Scores) -> PairedDifference:
     be normal. Scores need not be 0 or 1.
 
     Source: Student 1908; for evaluations with repeated samples Miller 2024 (arXiv 2411.00640), paired differences.
-    Raises InvalidSetting for shapes that do not pair; InsufficientSamples for fewer than 2 items, or where every item
-    has the same difference and nothing can be said of its error.
+    Raises InvalidSetting for shapes that do not pair; InsufficientSamples for fewer than 2 items; NoSpread where every
+    item has the same difference.
     """
     if off.ndim != 2 or off.shape[0] != on.shape[0] or on.ndim != 2 or not off.shape[1] or not on.shape[1]:
         raise InvalidSetting("scores", (off.shape, on.shape), "must be [num_items, num_seeds] over the same items")
@@ -92,7 +92,7 @@ def paired_difference(off: Scores, on: Scores) -> PairedDifference:
         raise InsufficientSamples("paired difference (items)", num_items, 2)
     estimate, spread = float(differences.mean()), float(differences.std(ddof=1))
     if spread <= 1e-12:
-        raise InsufficientSamples("paired difference (items whose arms differ in their own way)", 0, 1)
+        raise NoSpread("difference between the arms", num_items)
     error = spread / math.sqrt(num_items)
     half = float(stats.t.ppf(1 - LEVEL / 2, num_items - 1)) * error
     return PairedDifference(

@@ -88,9 +88,10 @@ def reference_failed(finding: Finding, confirm: bool) -> Reason:
 
 def margin_crossed(interval: Interval) -> Reason:
     needed = interval.seeds_needed
+    lies = "crosses" if interval.low < interval.margin and interval.high > -interval.margin else "lies outside"
     problem = (
         f"{interval.place} is {interval.estimate:+.4f} (95 % CI {interval.low:.4f} to {interval.high:.4f}), "
-        f"which crosses its margin of {interval.margin:g}"
+        f"which {lies} its margin of {interval.margin:g}"
     )
     if needed is None:
         return Reason(problem, "no number of seeds settles this: the whole interval lies outside the margin")
@@ -287,4 +288,6 @@ def _and(parts: Iterable[str]) -> str:
 
 
 def _p(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
+    if value >= 0.001:
+        return f"{value:.3f}"
+    return f"{value:.1e}" if value > 0 else "below 1e-300"  # too small for a float

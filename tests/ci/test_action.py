@@ -55,6 +55,7 @@ def run_steps(tmp_path: Path, before: str = "", **inputs: str) -> tuple[int, str
             "GITHUB_ACTIONS": "true",
             "GITHUB_ACTION_PATH": str(ACTION),
             "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+            "GITHUB_OUTPUT": str(tmp_path / "output"),
             "PYTHONPATH": str(GITHUB.parent),
         }
         ended = subprocess.run(
@@ -68,7 +69,7 @@ def run_steps(tmp_path: Path, before: str = "", **inputs: str) -> tuple[int, str
     return ended.returncode, log, summary.read_text() if summary.exists() else ""
 
 
-TINY = {"install": "pip", "budget": "smoke", "args": "--model tiny --dtype float32"}
+TINY = {"install": "pip", "budget": "smoke", "args": "--model tiny\n--dtype float32\n"}
 
 
 def test_a_correct_decoder_passes_and_leaves_report_tables_and_summary(tmp_path: Path) -> None:
@@ -97,6 +98,46 @@ def test_a_run_that_cannot_start_fails_the_job_with_an_annotation(tmp_path: Path
     code, log, _ = run_steps(tmp_path, **{**TINY, "args": "--model no-such-model"})
     assert code == 4
     assert "::error title=equivtest::the run ended without a verdict, with exit code 4" in log
+
+
+def gate_sh(tmp_path: Path, stub: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """gate.sh with a command `equivtest` of this text."""
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "equivtest"
+    command.write_text(f"#!/usr/bin/env bash\n{stub}\n")
+    command.chmod(0o755)
+    return subprocess.run(
+        ["bash", str(ACTION / "gate.sh"), *arguments],
+        env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "GITHUB_ACTIONS": "true"},
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [2, 4, 137])
+def test_a_verdict_of_an_earlier_run_does_not_pass_a_run_that_failed(tmp_path: Path, code: int) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "verdict.json").write_text("{}")
+    ended = gate_sh(tmp_path, f'[ "$1" != run ] || exit {code}', "run", "--config", "topp95")
+    assert ended.returncode == code
+    assert f"::error title=equivtest::the run ended without a verdict, with exit code {code}" in ended.stdout
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_gate_decides_over_a_fresh_verdict(tmp_path: Path, code: int) -> None:
+    stub = f'case $1 in run) mkdir -p "$3"; sleep 0.05; echo "{{}}" >"$3/verdict.json" ;; esac; exit {code}'
+    assert gate_sh(tmp_path, stub, "run").returncode == code
+
+
+def test_without_a_folder_it_is_a_usage_error_and_no_difference(tmp_path: Path) -> None:
+    assert gate_sh(tmp_path, "exit 0").returncode == 2
+
+
+def test_the_key_of_the_cache_holds_no_comma(tmp_path: Path) -> None:
+    """actions/cache refuses one, and options in JSON have them."""
+    run_steps(tmp_path, **{**TINY, "args": '--no-such-option {"a":1,"b":2}'})
+    assert re.fullmatch("args=[0-9a-f]{64}\n", (tmp_path / "output").read_text())
+    text = (ACTION / "action.yml").read_text()
+    assert "inputs.args" not in next(line for line in text.splitlines() if line.strip().startswith("key:"))
 
 
 @pytest.mark.parametrize(

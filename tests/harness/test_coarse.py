@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from equivtest.cli import main as cli_main
-from equivtest.errors import EngineUnavailable, InsufficientSamples, InvalidSetting
+from equivtest.errors import EngineUnavailable, InvalidSetting, NoSpread
 from equivtest.pipeline.coarse import CoarseOptions, EngineOptions, coarse
 from equivtest.records import Arm, Word
 from tests.harness.arithmetic_engine import ArithmeticEngine
@@ -95,7 +95,7 @@ def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(InvalidSetting, match="greedy"):
         options(temperature=0)
     engine.generate = lambda requests, **_: ArithmeticEngine(drop=1.0).generate(requests, speculative=True)  # type: ignore
-    with pytest.raises(InsufficientSamples):  # all wrong: nothing is measured
+    with pytest.raises(NoSpread, match="partly right"):  # all wrong: nothing is measured
         coarse(options(**small), engine=engine)
 
 
@@ -112,7 +112,7 @@ def test_the_command_ends_in_the_verdict_with_a_decoder(monkeypatch, capsys) -> 
     with pytest.raises(SystemExit) as ended:
         cli_main.main()
     assert ended.value.code == 4
-    assert "collect more" in capsys.readouterr().err
+    assert "partly right" in capsys.readouterr().err
 
 
 def test_the_screen_ends_in_the_verdict(monkeypatch, capsys) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from equivtest.errors import InsufficientSamples, InvalidSetting
+from equivtest.errors import InsufficientSamples, InvalidSetting, NoSpread
 from equivtest.stats.paired_scores import overlap, paired_difference, seed_interval
 
 RUNS, ITEMS, SEEDS = 2000, 150, 3
@@ -77,7 +77,7 @@ def test_items_for_a_margin_go_with_its_inverse_square() -> None:
 
 def test_what_cannot_be_judged_is_refused() -> None:
     right = np.ones((10, 3))
-    with pytest.raises(InsufficientSamples):
+    with pytest.raises(NoSpread):
         paired_difference(right, right)
     with pytest.raises(InsufficientSamples):
         seed_interval(right[:, :1])

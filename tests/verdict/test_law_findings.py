@@ -110,6 +110,7 @@ def test_an_interval_must_lie_inside_its_margin() -> None:
     assert interval(-0.006, 0.012, 0.03).seeds_needed == 900  # 0 is still possible: .03 must shrink to .01
     outside = interval(0.011, 0.013, 0.015)
     assert outside.seeds_needed is None
+    assert "which lies outside its margin" in decide(run_facts(), findings(), [outside]).headline
     assert "no number of seeds settles this" in decide(run_facts(), findings(), [outside]).next_steps[0]
 
 

@@ -6,11 +6,18 @@
 # 0 equivalent, 1 different, 2 usage error, 3 inconclusive, 4 invalid. RUN_DIR then holds report.html, summary.md,
 # junit.xml and parquet/. In GitHub Actions the gate also writes the step summary and an annotation.
 set -euo pipefail
-run_dir=${1:?name the folder of the run}
+if [ $# -eq 0 ]; then
+    echo "usage: gate.sh RUN_DIR [OPTION OF equivtest run]..." >&2
+    exit 2 # not the 1 of a difference
+fi
+run_dir=$1
 shift
 code=0
+before=$(mktemp)
+trap 'rm -f "$before"' EXIT
 equivtest run --run-dir "$run_dir" "$@" || code=$?
-if [ ! -f "$run_dir/verdict.json" ]; then
+# A verdict that lay there before is of another run, and says nothing of this one.
+if [ ! "$run_dir/verdict.json" -nt "$before" ]; then
     [ "$code" -ne 0 ] || code=4 # without a verdict nothing was shown
     if [ "${GITHUB_ACTIONS:-}" = true ]; then
         echo "::error title=equivtest::the run ended without a verdict, with exit code $code; its log says why"
