@@ -11,7 +11,6 @@ import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-import click
 import duckdb
 import numpy as np
 import pandas as pd
