@@ -126,7 +126,10 @@ class SamplerFailed(KernelError):
 
     def __init__(self, case: str, problem: str) -> None:
         self.case, self.problem = case, problem
-        super().__init__(f"the sampler {problem} (case: {case}); mend it, or choose the --form and --coins it has")
+        remedy = (
+            "mend it, or choose the --form and --coins it has, or --no-one-hot for one that takes no one-hot drafts"
+        )
+        super().__init__(f"the sampler {problem} (case: {case}); {remedy}")
 
 
 class ModelError(EquivtestError):

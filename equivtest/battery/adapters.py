@@ -97,12 +97,12 @@ class EquivtestForm(_Form):
 
     def __call__(self, call: Call) -> Answer:
         answer = self.sampler(call.draft_token_ids, call.draft_probs, call.target_probs, **_by_name(self, call))
-        if isinstance(answer, Tensor):
-            return Answer(answer)
         if hasattr(answer, "output_token_ids"):
             fields = (getattr(answer, name, None) for name in ("emitted", "acceptance_telemetry"))
             return Answer(answer.output_token_ids, *fields)
-        return Answer(*answer)
+        if isinstance(answer, tuple) and 1 <= len(answer) <= len(Answer._fields):
+            return Answer(*answer)
+        return Answer(answer)
 
 
 class MaskForm(_Form):
@@ -112,7 +112,10 @@ class MaskForm(_Form):
         accepted, recovered = self.sampler(
             call.draft_token_ids, call.draft_probs, call.target_probs, **_by_name(self, call)
         )
-        num_draft = call.draft_token_ids.shape[1]
+        batch, num_draft = call.draft_token_ids.shape
+        if accepted.shape != (batch, num_draft) or recovered.shape not in ((batch, num_draft), (batch, num_draft + 1)):
+            message = f"accepted is {list(accepted.shape)} and recovered {list(recovered.shape)}, of drafts "
+            raise ValueError(f"{message}{[batch, num_draft]}")
         self.draws_bonus = recovered.shape[1] > num_draft
         if not self.draws_bonus:
             recovered = torch.cat([recovered, _bonus(call)], dim=1)
@@ -215,13 +218,20 @@ FORMS: Mapping[str, Callable[[Sampler, CoinsKind], Adapter]] = {
     "mask": MaskForm,
 }
 _PARAMETERS: Mapping[CoinsKind, tuple[str, ...]] = {
-    "uniforms": ("uniforms", "uniform_samples"),
-    "seeds": ("seeds", "positions", "seed"),
+    "uniforms": ("uniforms",),
+    "seeds": ("seeds", "positions"),
     "generators": ("generators",),
     "generator": ("generator",),
     "global": (),
 }
 """Names of the parameters that take each kind of coins, the most telling kind first."""
+_FLASHINFER_PARAMETERS: Mapping[CoinsKind, tuple[str, ...]] = {
+    # The function takes both of the first; a generator is what its callers leave it with.
+    "generator": ("generator",),
+    "seeds": ("seed",),
+    "uniforms": ("uniform_samples", "uniforms"),
+    "global": (),
+}
 
 
 def load_sampler(name: str) -> Sampler:
@@ -253,13 +263,15 @@ def adapt(sampler: Sampler, *, form: str = "equivtest", coins: str = "auto") -> 
         raise UnknownName("form of a sampler", form, FORMS)
     if coins != "auto" and coins not in get_args(CoinsKind):
         raise UnknownName("kind of coins", coins, ("auto", *get_args(CoinsKind)))
+    taking = _FLASHINFER_PARAMETERS if form == "flashinfer" else _PARAMETERS
     names = frozenset(_parameters(sampler))
     if coins == "auto":
-        named = (kind for kind in _PARAMETERS if names & set(_PARAMETERS[kind]) - {"positions"})
-        # FlashInfer's function takes both; a generator is what its callers leave it with.
-        coins = "generator" if form == "flashinfer" and "generator" in names else next(named, "global")
-    elif form != "vllm" and coins != "global" and not names & set(_PARAMETERS[coins]):  # type: ignore[index]
-        raise InvalidSetting("coins", coins, f"the function has no parameter {' or '.join(_PARAMETERS[coins])}")  # type: ignore[index]
+        coins = next((kind for kind in taking if names & set(taking[kind]) - {"positions"}), "global")
+    elif form != "vllm" and coins != "global" and not names & set(taking.get(coins, ())):  # type: ignore[call-overload]
+        wanted = " or ".join(taking.get(coins, ())) or f"for {coins}"  # type: ignore[call-overload]
+        raise InvalidSetting("coins", coins, f"the function has no parameter {wanted}")
+    if form in ("equivtest", "mask"):
+        _require_known(sampler, {*taking[coins], "num_draft"})  # type: ignore[index]
     return FORMS[form](sampler, coins)  # type: ignore[arg-type]
 
 
@@ -268,6 +280,17 @@ def _parameters(sampler: Sampler) -> tuple[str, ...]:
         return tuple(inspect.signature(sampler).parameters)
     except (TypeError, ValueError) as error:
         raise InvalidSetting("sampler", sampler, f"must be a function with a signature ({error})") from error
+
+
+def _require_known(sampler: Sampler, handed: set[str]) -> None:
+    """Raise InvalidSetting where the sampler cannot do without a parameter that it does not get."""
+    further = list(inspect.signature(sampler).parameters.values())[3:]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    lacking = [p.name for p in further if p.default is p.empty and p.kind not in variadic and p.name not in handed]
+    if lacking:
+        known = ", ".join(name for names in _PARAMETERS.values() for name in names)
+        requirement = f"needs {', '.join(lacking)}, which it does not get; name its randomness {known}, or see --coins"
+        raise InvalidSetting("sampler", getattr(sampler, "__name__", type(sampler).__name__), requirement)
 
 
 def _by_name(form: _Form, call: Call) -> dict[str, Any]:

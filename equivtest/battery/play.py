@@ -114,16 +114,27 @@ def _answer(adapter: Adapter, call: Call, case: Case) -> Answer:
 
 
 def _checked(answer: Answer, call: Call, case: Case) -> Answer:
-    tokens, shape = answer.output_token_ids, tuple(call.target_probs.shape[:2])
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tuple(tokens.shape) != shape:
-        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise SamplerFailed(case.name, f"returned {found} for output ids, which must be integers {list(shape)}")
-    for name, counts in (("emitted", answer.emitted), ("telemetry", answer.telemetry)):
-        if counts is not None and tuple(counts.shape) != shape[:1]:
-            raise SamplerFailed(case.name, f"returned {list(counts.shape)} for {name}, which must be [{shape[0]}]")
+    device, shape = call.target_probs.device, tuple(call.target_probs.shape[:2])
+    expected = {"output ids": shape, "accepted counts": shape[:1], "telemetry": shape[:1]}
+    for (name, size), found in zip(expected.items(), answer, strict=True):
+        if (found is not None or name == "output ids") and not _holds_integers(found, size, device):
+            must = f"which must be a tensor of integers {list(size)} on {device}"
+            raise SamplerFailed(case.name, f"returned {_told(found)} for {name}, {must}")
     # Cloned: a sampler may put every answer into one buffer.
     copies = (None if column is None else column.long().clone() for column in answer[1:])
-    return Answer(tokens.long().clone(), *copies)
+    return Answer(answer.output_token_ids.long().clone(), *copies)
+
+
+def _holds_integers(found: object, shape: tuple[int, ...], device: torch.device) -> bool:
+    if not isinstance(found, Tensor) or found.dtype.is_floating_point or found.dtype.is_complex:
+        return False
+    return found.dtype != torch.bool and tuple(found.shape) == shape and found.device == device
+
+
+def _told(found: object) -> str:
+    if isinstance(found, Tensor):
+        return f"{found.dtype} {list(found.shape)} on {found.device}"
+    return f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, tuple) else "")
 
 
 def _on_host(rounds: tuple[Tensor | None, ...], places: Ints) -> Ints | None:

@@ -49,7 +49,7 @@ class SamplerReport:
     """Drafts that were judged."""
     smallest_bias: float | None
     """Excess of the acceptance probability that these decisions find with 90 % power, on dense drafts alone and on
-    one-hot drafts alone; None where either has no open decision."""
+    one-hot drafts alone; None where either has too few open decisions."""
     wall_s: float
     notes: tuple[str, ...] = ()
     """What was not tested, and why."""
@@ -84,7 +84,7 @@ class SamplerReport:
 
     def _sees(self) -> str:
         if self.smallest_bias is None:
-            return "no acceptance bias is measured: on these laws no decision is open"
+            return "no acceptance bias is measured: too few decisions are open"
         return f"an acceptance bias of {self.smallest_bias:.4f} is found in 90 % of runs"
 
     def to_dict(self) -> dict[str, Any]:

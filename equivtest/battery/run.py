@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from typing import get_args
@@ -50,13 +49,15 @@ def check_sampler(
     """
     started = time.perf_counter()
     adapter = adapt(sampler, form=form, coins=coins)
-    where = torch.device(device)
+    where = _usable(device)
+    if seed < 0:
+        raise InvalidSetting("seed", seed, "must be at least 0")
     chosen = _cases(adapter, budget, vocab, only, one_hot)
     rng = np.random.default_rng([seed, 0])
     judged = [_play(adapter, case, where, seed, rng) for case in chosen]
     streams = check_streams(adapter, seed=seed, device=where)
     raw = [*evidence(judged), *streams.evidence]
-    adjusted = holm(np.array([item.p_value for item in raw]))
+    adjusted = holm(np.array([item.p_value for item in raw])) if raw else ()
     tested = [dataclasses.replace(item, adjusted_p=float(p)) for item, p in zip(raw, adjusted, strict=True)]
     breaches = [b for j in judged for b in j.breaches] + streams.breaches + check_edges(adapter, where, rng)
     return SamplerReport(
@@ -75,6 +76,13 @@ def check_sampler(
         wall_s=time.perf_counter() - started,
         notes=(*streams.notes, *_notes(adapter, one_hot)),
     )
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.zeros(1, device=device).device
+    except (AssertionError, RuntimeError) as error:  # of a torch without that device, and of one that knows no such
+        raise InvalidSetting("device", str(device), f"torch cannot use it here ({error})") from error
 
 
 def _cases(adapter: Adapter, budget: str, vocab: Sequence[int], only: Sequence[str], one_hot: bool) -> list[Case]:
@@ -99,11 +107,11 @@ def _play(adapter: Adapter, case: Case, device: torch.device, seed: int, rng: np
 
 
 def _smallest_bias(judged: Sequence[Judged], num_tests: int) -> float | None:
-    """The larger one of dense and of one-hot drafts."""
+    """The larger one of dense and of one-hot drafts; None where not even the largest bias there is would be found."""
     kinds = ([j for j in judged if j.case.one_hot == one_hot] for one_hot in (False, True))
     decisions = (np.concatenate([j.accept_prob[j.reached] for j in kind]) for kind in kinds if kind)
     found = max(smallest_bias(accept_prob, level=LEVEL / max(num_tests, 1)) for accept_prob in decisions)
-    return found if math.isfinite(found) else None
+    return found if found < 1 else None
 
 
 def _notes(adapter: Adapter, one_hot: bool) -> list[str]:

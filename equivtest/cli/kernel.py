@@ -66,6 +66,8 @@ def command(
     """Test the rejection sampler MODULE:FUNCTION, or a backend of ours, and say in words what is wrong with it."""
     if (function is None) == (backend is None):
         raise click.UsageError("give either MODULE:FUNCTION or --backend")
+    if backend is not None and (values["form"], values["coins"]) != ("equivtest", "auto"):
+        raise click.UsageError("a backend of ours has its own --form and --coins")
     from equivtest.battery.adapters import BackendSampler, load_sampler
     from equivtest.battery.plan import DEFAULT_VOCABS
     from equivtest.battery.run import check_sampler

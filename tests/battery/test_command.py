@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,47 @@ def crashes(draft_token_ids: object, draft_probs: object, target_probs: object) 
 
 def returns_floats(draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor) -> object:
     return target_probs[:, :, 0]
+
+
+def returns_numpy(draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor) -> object:
+    return target_probs[:, :, 0].long().numpy()
+
+
+def returns_booleans(draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor) -> object:
+    return target_probs[:, :, 0] > 0
+
+
+def counts_in_a_list(
+    draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor
+) -> tuple[torch.Tensor, object]:
+    return target_probs[:, :, 0].long(), [0] * len(target_probs)
+
+
+def another_device(draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor) -> object:
+    return target_probs[:, :, 0].long().to("meta")
+
+
+def a_tuple_of_five(draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor) -> object:
+    return (target_probs[:, :, 0].long(),) * 5
+
+
+def other_names(draft_token_ids: object, draft_probs: object, target_probs: object, u: object) -> object:
+    raise AssertionError("it is not called")
+
+
+def narrow_mask(draft_token_ids: torch.Tensor, draft_probs: object, target_probs: object) -> object:
+    return draft_token_ids >= 0, draft_token_ids[:, :0]
+
+
+def a_seed_of_its_own(
+    draft_token_ids: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    *,
+    seed: int | None = None,
+) -> object:
+    assert seed is None
+    return RIGHT.judge(draft_token_ids, draft_probs, target_probs, torch.rand(target_probs.shape[:2]))
 
 
 @pytest.fixture
@@ -66,6 +108,14 @@ def test_a_wrong_sampler_exits_1_and_says_what_is_wrong(
     assert len(written["evidence"]) > 20
 
 
+def test_a_parameter_that_is_no_coin_of_ours_keeps_its_default(
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    code, out, _ = command(f"{__name__}:a_seed_of_its_own", *QUICK)
+    assert code == 0, out
+    assert "coins: global" in out
+
+
 def test_a_backend_of_ours_by_name(command: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = command("--backend", "cpp", *QUICK)
     assert code == 0
@@ -89,7 +139,26 @@ def test_a_backend_of_ours_by_name(command: Callable[..., tuple[int, str, str]])
         ((f"{__name__}:RIGHT", "--only", "odd"), 2, "known: certain, close, disjoint"),
         ((f"{__name__}:RIGHT", "--vocab", "1"), 2, "must be between 2 and"),
         ((f"{__name__}:crashes", *QUICK), 4, "raised RuntimeError: an illegal memory access (case: half"),
-        ((f"{__name__}:returns_floats", *QUICK), 4, "returned torch.float32 [1, 2] for output ids, which must be"),
+        (
+            (f"{__name__}:returns_floats", *QUICK),
+            4,
+            "returned torch.float32 [1, 2] on cpu for output ids, which must be",
+        ),
+        ((f"{__name__}:returns_numpy", *QUICK), 4, "returned a ndarray for output ids, which must be a tensor"),
+        ((f"{__name__}:returns_booleans", *QUICK), 4, "returned torch.bool [1, 2] on cpu for output ids"),
+        ((f"{__name__}:counts_in_a_list", *QUICK), 4, "returned a list for accepted counts, which must be a tensor"),
+        (
+            (f"{__name__}:another_device", *QUICK),
+            4,
+            "on meta for output ids, which must be a tensor of integers [1, 2]",
+        ),
+        ((f"{__name__}:a_tuple_of_five", *QUICK), 4, "returned a tuple of 5 for output ids"),
+        ((f"{__name__}:crashes", *QUICK), 4, "or --no-one-hot for one that takes no one-hot drafts"),
+        ((f"{__name__}:narrow_mask", "--form", "mask", *QUICK), 4, "accepted is [1, 1] and recovered [1, 0]"),
+        ((f"{__name__}:other_names", *QUICK), 2, "needs u, which it does not get; name its randomness uniforms, seeds"),
+        (("--backend", "cpp", "--coins", "global"), 2, "a backend of ours has its own --form and --coins"),
+        ((f"{__name__}:RIGHT", "--device", "gpu0", *QUICK), 2, "device = 'gpu0': torch cannot use it here"),
+        ((f"{__name__}:RIGHT", "--seed", "-1", *QUICK), 2, "seed = -1: must be at least 0"),
     ],
 )
 def test_what_cannot_be_tested_is_no_pass(
@@ -127,6 +196,31 @@ def test_laws_without_an_open_decision_measure_no_bias(
     assert code == 0
     assert "no acceptance bias is measured" in out
     assert json.loads(report.read_text("utf-8"))["smallest_bias"] is None
+
+
+def test_rows_that_say_nothing_leave_a_finding_and_no_measure() -> None:
+    """No test has anything to look at."""
+
+    def nothing(draft_token_ids: torch.Tensor, draft_probs: object, target_probs: torch.Tensor) -> torch.Tensor:
+        return torch.full(target_probs.shape[:2], -1)
+
+    report = equivtest.check_sampler(nothing, budget="smoke", only=("half",), vocab=(2,))
+    assert "put out no token" in report.findings[0].what
+    assert (report.evidence, report.smallest_bias) == ((), None)
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(15, False), (1024, True)])
+def test_a_bias_beyond_1_is_not_said_to_be_found(rows: int, measured: bool) -> None:
+    """Of 15 rows a batch so few decisions are open that they could not show any bias."""
+
+    def answers_few(
+        draft_token_ids: torch.Tensor, draft_probs: torch.Tensor | None, target_probs: torch.Tensor, generator: Any
+    ) -> torch.Tensor:
+        output, _ = RIGHT(draft_token_ids, draft_probs, target_probs, generator)
+        return torch.where(torch.arange(len(output))[:, None] < rows, output, -1)
+
+    report = equivtest.check_sampler(answers_few, budget="smoke", only=("flat",), vocab=())
+    assert (report.smallest_bias is not None) == measured
 
 
 def test_errors_are_of_the_tree() -> None:
