@@ -60,7 +60,7 @@ NAMES = (*BUILT_IN, *SHIPPED)
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer_config.json",
-              "chat_template.jinja")  # fmt: skip
+              "chat_template.jinja", "generation_config.json")  # fmt: skip
 
 _HUB_REMEDY = "check the id and the connection, or give --model the path of a GGUF file or Hugging Face folder"
 

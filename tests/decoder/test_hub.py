@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import multiprocessing
 import subprocess
@@ -147,6 +148,24 @@ def test_what_the_hub_refuses_is_said_in_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(ModelUnavailable, match="ConnectionError: 401: this repository is gated"):
         resolve_model("org/name")
+
+
+def test_the_hub_is_asked_for_every_file_that_a_model_is_read_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat model often names what ends its turns in generation_config.json alone."""
+    asked: list[str] = []
+
+    def answer(repo: str, *, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", answer)
+    resolve_model("org/name")
+    read = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in (*read, "model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in asked), name
+    assert not any(fnmatch.fnmatch("pytorch_model.bin", pattern) for pattern in asked)
 
 
 @pytest.mark.parametrize(
