@@ -34,9 +34,10 @@ def decide(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Inter
 
     invalid = [*_missing_rows(run), *map(words.refused, run.refusals), *_missing_findings(run, findings)]
     invalid += [words.reference_failed(f, run.confirm) for f in _standing(judged, Role.REFERENCE, Standing.CONFIRMED)]
-    invalid += [words.a_a_failed(f, run.confirm) for f in _standing(judged, Role.A_A, Standing.CONFIRMED)]
+    different = [words.different(f, run) for f in _standing(judged, Role.TEST, Standing.CONFIRMED)]
+    failed_a_a = _standing(judged, Role.A_A, Standing.CONFIRMED)
+    invalid += [words.a_a_failed(f, run, differs=bool(different)) for f in failed_a_a]
     invalid += [words.teeth_missed(config, run, findings) for config in _without_teeth(run, findings)]
-    different = [words.different(f, run.confirm) for f in _standing(judged, Role.TEST, Standing.CONFIRMED)]
     # What has been shown once need not be shown again by the other families.
     open_tests = () if different else pending[Role.TEST]
     inconclusive = [

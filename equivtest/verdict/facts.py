@@ -222,3 +222,8 @@ class RunFacts:
     """What a reader must know about what such a run can show, whatever it found; one line each."""
     refusals: tuple[str, ...] = ()
     """Messages of the statistics errors that kept an analysis from being made."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether these are samples of another program."""
+        return any(config.recorded for config in self.configs)

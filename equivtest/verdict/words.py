@@ -72,11 +72,21 @@ def not_analysed(comparison: Comparison) -> Reason:
     return Reason(f"{comparison.words} was not analysed", "recompute with `equivtest report`")
 
 
-def a_a_failed(finding: Finding, confirm: bool) -> Reason:
-    return Reason(
-        f"the A/A control failed: {_stood(finding, confirm)}",
-        "both arms are one decoder under two sets of seeds: look for seeds that collide or state that requests share",
-    )
+def a_a_failed(finding: Finding, run: RunFacts, *, differs: bool) -> Reason:
+    """differs: arm on differs from arm off as well."""
+    if run.recorded:
+        remedy = "one half of the on arm's seeds is not of the other's law: record them in one go, under one setting"
+    elif differs:
+        remedy = (
+            "the on arm agrees neither with plain decoding nor with itself, as where draws depend on memory that "
+            "nothing has set or on what else was in the batch: look there first, and for seeds that collide after that"
+        )
+    else:
+        remedy = (
+            "both arms are one decoder under two sets of seeds: look for seeds that collide or state that requests "
+            "share"
+        )
+    return Reason(f"the A/A control failed: {_stood(finding, run.confirm)}", remedy)
 
 
 def reference_failed(finding: Finding, confirm: bool) -> Reason:
@@ -124,11 +134,12 @@ def teeth_missed(config: ConfigFacts, run: RunFacts, findings: Sequence[Finding]
     )
 
 
-def different(finding: Finding, confirm: bool) -> Reason:
-    return Reason(
-        _stood(finding, confirm),
-        "run again with another --drafter, --acceptance or --kernels and see which one clears it",
-    )
+def different(finding: Finding, run: RunFacts) -> Reason:
+    if run.recorded:
+        remedy = "record both arms again with fresh seeds: what is no chance is found again"
+    else:
+        remedy = "run again with another --drafter, --acceptance or --kernels and see which one clears it"
+    return Reason(_stood(finding, run.confirm), remedy)
 
 
 def pending(finding: Finding) -> Reason:
