@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from equivtest.errors import InvalidSetting, MissingSamples, UsageError
+from equivtest.errors import InsufficientSamples, InvalidSetting, MissingSamples, UsageError
 from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.families import generator, joint_results, judge_cells
 from equivtest.pipeline.frames import cells_frame
@@ -62,6 +62,10 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
         only = sorted(" / ".join(family) for family in off_tokens.keys() ^ on_tokens.keys())
         message = f"{on} and {off} hold different prompts or configs; in one only: {', '.join(only[:5])}"
         raise UsageError(message)
+    for path, tokens, fewest in ((off, off_tokens, 2), (on, on_tokens, 4)):  # A/A needs two seeds in each half of on
+        family, grid = min(tokens.items(), key=lambda item: len(item[1]))
+        if len(grid) < fewest:
+            raise InsufficientSamples(f"{' / '.join(family)} of {path}", len(grid), fewest)
     off_tokens, on_tokens = _filled_up(off_samples, on_tokens), _filled_up(on_samples, off_tokens)
     cells = _cells(on, off, off_tokens, on_tokens)
     rng = generator(run_seed, "compare")
@@ -88,6 +92,7 @@ def compare(on: Path, off: Path, options: AnalysisOptions, *, epsilon: float, ru
         configs=tuple(_facts(config, off_tokens, on_tokens) for config in dict.fromkeys(f.config for f in on_tokens)),
         planted_fault=likeliest_token_words(epsilon),
         confirm=False,
+        from_files=True,
     )
     return ComparisonResult(verdict=decide(facts, findings), cells=pd.concat(frames, ignore_index=True))
 

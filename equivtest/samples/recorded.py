@@ -156,7 +156,7 @@ def _read_parquet(path: Path) -> pa.Table:
 def _read_jsonl(path: Path) -> pa.Table:
     """One row a token, whichever of the two layouts a line has."""
     columns: dict[str, list[object]] = {name: [] for name in (*_COLUMN_TYPES, "arm", "ends")}
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():

@@ -64,7 +64,7 @@ class ConfigFacts:
     """Rows of stage 1 on disk, by arm."""
     greedy: bool = False
     recorded: bool = False
-    """Samples of another program: that its on arm speculated is taken on trust."""
+    """Samples do not say how their tokens came about: that the on arm speculated is taken on trust."""
     num_samples: int
     """Samples of arm on."""
     num_spec_samples: int
@@ -218,12 +218,9 @@ class RunFacts:
     """What should have been measured and could not be, for too little data; one line each."""
     confirm: bool = True
     """Whether a flag of stage 1 must be confirmed on fresh seeds before it counts."""
+    from_files: bool = False
+    """Whether these are two files of samples, so that no option of a run made them."""
     caveats: tuple[str, ...] = ()
     """What a reader must know about what such a run can show, whatever it found; one line each."""
     refusals: tuple[str, ...] = ()
     """Messages of the statistics errors that kept an analysis from being made."""
-
-    @property
-    def recorded(self) -> bool:
-        """Whether these are samples of another program."""
-        return any(config.recorded for config in self.configs)

@@ -74,7 +74,7 @@ def not_analysed(comparison: Comparison) -> Reason:
 
 def a_a_failed(finding: Finding, run: RunFacts, *, differs: bool) -> Reason:
     """differs: arm on differs from arm off as well."""
-    if run.recorded:
+    if run.from_files:
         remedy = "one half of the on arm's seeds is not of the other's law: record them in one go, under one setting"
     elif differs:
         remedy = (
@@ -135,7 +135,7 @@ def teeth_missed(config: ConfigFacts, run: RunFacts, findings: Sequence[Finding]
 
 
 def different(finding: Finding, run: RunFacts) -> Reason:
-    if run.recorded:
+    if run.from_files:
         remedy = "record both arms again with fresh seeds: what is no chance is found again"
     else:
         remedy = "run again with another --drafter, --acceptance or --kernels and see which one clears it"
@@ -185,7 +185,7 @@ def cleared(finding: Finding) -> str:
 def config_notes(config: ConfigFacts) -> Iterator[str]:
     """What a reader must know about how a config was decoded."""
     if config.recorded:
-        yield f"{config.config}: recorded by another program; that the on arm speculated is taken on trust"
+        yield f"{config.config}: no sample says how its tokens came about; that the on arm speculated is taken on trust"
         return
     if not config.speculated:
         yield f"{config.config}: {_why_plain(config)}; speculation was not tested there"

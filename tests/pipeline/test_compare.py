@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equivtest.errors import MissingSamples
+from equivtest.errors import InsufficientSamples, MissingSamples
 from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.compare import compare
 from equivtest.records import Word
@@ -53,3 +53,18 @@ def test_arms_whose_longest_texts_differ_are_compared_where_texts_ended(tmp_path
     cut = recording(tmp_path / "cut.jsonl", seed=3, stop=0.2, max_tokens=6, stops=False)
     with pytest.raises(MissingSamples, match="6 positions in"):
         judge(recording(tmp_path / "whole.jsonl", seed=4, stop=0.2), cut)
+
+
+@pytest.mark.parametrize(("arm", "seeds", "enough"), [("on", 3, False), ("on", 4, True), ("off", 1, False)])
+def test_a_recording_with_too_few_seeds_is_named(arm: str, seeds: int, enough: bool, tmp_path: Path) -> None:
+    files = {
+        name: recording(tmp_path / f"{name}.jsonl", seed=len(name), stop=0.2, stops=False) for name in ("on", "off")
+    }
+    files[arm].write_text("\n".join(files[arm].read_text().splitlines()[:seeds]), encoding="utf-8")
+    if enough:
+        judge(files["on"], files["off"])
+        return
+    with pytest.raises(
+        InsufficientSamples, match=rf"recorded / story of .*{arm}.jsonl: {seeds} samples, needs at least"
+    ):
+        judge(files["on"], files["off"])

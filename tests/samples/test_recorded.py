@@ -55,6 +55,12 @@ def test_the_three_layouts_give_the_same_arrays_sorted_by_seed(tmp_path: Path) -
         assert np.array_equal(tokens, TOKENS[[1, 2, 0]])
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_text("\r\n".join(map(json.dumps, sample_rows())), encoding="utf-8-sig")
+    assert np.array_equal(read_recorded(path).tokens[DEFAULT_CONFIG, "story"], TOKENS[[1, 2, 0]])
+
+
 def test_configs_and_prompts_are_told_apart_and_may_differ_in_length(tmp_path: Path) -> None:
     rows = [row | {"config": "topk50"} for row in sample_rows()]
     rows += [row | {"config": "topp95", "prompt_id": "code", "token_ids": [1, 2]} for row in sample_rows()]

@@ -108,19 +108,18 @@ def test_a_failed_a_a_control_is_invalid_once_confirmed():
 def test_the_hint_of_a_failed_a_a_control_goes_by_what_else_stood():
     """A speculative arm may be so broken that it does not agree with itself; its seeds are not the first suspects."""
 
-    def hint(off_on, *configs):
-        run = run_facts(*configs, confirm=False)
-        verdict = decide(run, findings(off_on, on_on_null=THREE))
+    def hint(off_on, **changes):
+        verdict = decide(run_facts(confirm=False, **changes), findings(off_on, on_on_null=THREE))
         assert verdict.word is Word.INVALID
         return verdict.next_steps[0]
 
     assert "look for seeds that collide" in hint(())
     assert "the on arm agrees neither with plain decoding nor with itself" in hint(THREE)
-    assert "record them in one go" in hint(THREE, config_facts(recorded=True))
+    assert "record them in one go" in hint(THREE, from_files=True)
 
 
-def test_a_difference_between_recordings_names_no_option_of_a_run():
-    run = run_facts(config_facts(recorded=True), confirm=False)
+def test_a_difference_between_files_names_no_option_of_a_run():
+    run = run_facts(confirm=False, from_files=True)
     assert decide(run, findings(THREE)).next_steps == (
         "record both arms again with fresh seeds: what is no chance is found again",
     )
