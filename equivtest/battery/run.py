@@ -86,6 +86,7 @@ def _usable(device: str | torch.device) -> torch.device:
 
 
 def _cases(adapter: Adapter, budget: str, vocab: Sequence[int], only: Sequence[str], one_hot: bool) -> list[Case]:
+    only = (only,) if isinstance(only, str) else only
     for kind in only:
         if kind not in get_args(Kind):
             raise UnknownName("kind of laws", kind, get_args(Kind))

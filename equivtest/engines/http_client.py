@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import Counter
@@ -90,7 +91,7 @@ class JsonClient:
             raise _AgainLater(type(error).__name__, str(error)) from error
         status = response.status_code
         if status in _REPEATED or status >= 500:
-            raise _AgainLater(f"HTTP {status}", self._words(response), _named_wait_s(response))
+            raise _AgainLater(f"HTTP {status}", self._words(response), named_wait_s(response))
         if status >= 400:
             raise RequestRefused(label, f"{url} refused it with HTTP {status}: {self._words(response)}")
         try:
@@ -126,9 +127,10 @@ class JsonClient:
         return (text.replace(key, "***") if key else text)[:_SHOWN] or "no words"
 
 
-def _named_wait_s(response: httpx2.Response) -> float:
+def named_wait_s(response: httpx2.Response) -> float:
     """What the server asks to wait, in seconds; dates are not read."""
     try:
-        return float(response.headers.get("retry-after", 0))
+        named = float(response.headers.get("retry-after", 0))
     except ValueError:
         return 0.0
+    return named if math.isfinite(named) else 0.0

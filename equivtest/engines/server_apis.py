@@ -87,7 +87,7 @@ class CompletionsApi:
         choices = _list(_dict(answer, "the answer").get("choices"), "choices")
         tables = [_dict(choice, "a choice") for choice in choices]
         order = [table.get("index", position) for position, table in enumerate(tables)]
-        if sorted(order) != list(range(len(tables))):
+        if not all(isinstance(index, int) for index in order) or sorted(order) != list(range(len(tables))):
             message = f"choices have the indices {order}"
             raise Unreadable(message)
         usage = answer.get("usage")
@@ -156,8 +156,8 @@ class LlamaCppApi:
                 for table in tables
             ),
             num_tokens=None,  # its count leaves out what it cut off
-            num_drafted=sum(int(timing.get("draft_n", 0)) for timing in timings),
-            num_accepted=sum(int(timing.get("draft_n_accepted", 0)) for timing in timings),
+            num_drafted=sum(_count(timing.get("draft_n")) for timing in timings),
+            num_accepted=sum(_count(timing.get("draft_n_accepted")) for timing in timings),
         )
 
 
@@ -268,12 +268,17 @@ def _text(value: Any) -> str:
     return value
 
 
+def _count(value: Any) -> int:
+    """0 where the server does not say."""
+    return value if isinstance(value, int) else 0
+
+
 def _ids(value: Any) -> tuple[int, ...] | None:
     """None where there are none."""
     if not value:
         return None
     ids = _list(value, "token ids")
-    if not all(isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0 for id_ in ids):
-        message = "token ids are not whole numbers of at least 0"
+    if not all(isinstance(id_, int) and not isinstance(id_, bool) and 0 <= id_ < 2**31 for id_ in ids):
+        message = "token ids are not whole numbers of at least 0 and below 2^31"
         raise Unreadable(message)
     return tuple(ids)

@@ -180,7 +180,7 @@ def test_the_fixture_passes_a_right_sampler_and_fails_a_wrong_one(
 
 def test_check_sampler_opens_on_use_and_not_before() -> None:
     """A machine without torch imports the package."""
-    assert equivtest.check_sampler(RIGHT, budget="smoke", only=("half",), vocab=(2,)).passed
+    assert equivtest.check_sampler(RIGHT, budget="smoke", only="half", vocab=(2,)).passed
     code = "import sys, equivtest; assert 'torch' not in sys.modules; print(hasattr(equivtest, 'nothing'))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "False\n"

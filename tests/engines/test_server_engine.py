@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
 from equivtest.decoder.hub import SHIPPED
 from equivtest.engines.base import EngineOptions, ServerOptions
+from equivtest.engines.http_client import Unreadable, named_wait_s
 from equivtest.engines.registry import open_engine
 from equivtest.engines.server_apis import LlamaCppApi, SglangApi, check_answer, get_api
 from equivtest.engines.server_engine import ServerEngine
@@ -103,6 +105,36 @@ def test_what_never_succeeds_is_an_error_that_names_the_request(trouble: str) ->
             engine.generate(requests(2), speculative=False)
     assert sum(body["seed"] == 5000 for body in server.bodies) == 3
     assert error.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("indices", "ids", "says"),
+    [
+        ((0, None), [1, 2], "choices have the indices"),
+        ((0, "1"), [1, 2], "choices have the indices"),
+        ((0, 1), [1, 2**40], "below 2"),
+        ((1, 0), [1, 2], None),
+    ],
+)
+def test_an_answer_of_odd_types_is_unreadable(indices: tuple[Any, ...], ids: list[int], says: str | None) -> None:
+    """So it is asked for again, and named with its request."""
+    answer = {"choices": [{"index": index, "text": "x", "token_ids": ids} for index in indices]}
+    if says is None:
+        assert len(get_api("completions").read(answer).choices) == 2
+        return
+    with pytest.raises(Unreadable, match=says):
+        get_api("completions").read(answer)
+
+
+@pytest.mark.parametrize(("told", "counted"), [(None, 0), ("many", 0), (7, 7)])
+def test_a_count_of_drafts_that_is_no_number_is_none(told: object, counted: int) -> None:
+    answer = {"content": "x", "tokens": [1], "timings": {"draft_n": told}}
+    assert get_api("llamacpp").read(answer).num_drafted == counted
+
+
+@pytest.mark.parametrize(("told", "waits_s"), [("2.5", 2.5), ("nan", 0.0), ("inf", 0.0), ("Thu, 3 Dec 2026", 0.0)])
+def test_a_wait_that_is_no_number_of_seconds_is_none(told: str, waits_s: float) -> None:
+    assert named_wait_s(httpx2.Response(429, headers={"retry-after": told})) == waits_s
 
 
 def test_a_refusal_is_not_repeated_and_shows_the_servers_words() -> None:
