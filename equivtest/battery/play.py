@@ -109,7 +109,7 @@ def _answer(adapter: Adapter, call: Call, case: Case) -> Answer:
         return adapter(call)
     except EquivtestError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SamplerFailed(case.name, f"raised {type(error).__name__}: {error}") from error
 
 

@@ -30,6 +30,10 @@ def crashes(draft_token_ids: object, draft_probs: object, target_probs: object) 
     raise RuntimeError("an illegal memory access")
 
 
+def exits(draft_token_ids: object, draft_probs: object, target_probs: object) -> object:
+    sys.exit("no licence")
+
+
 def returns_floats(draft_token_ids: object, draft_probs: object, target_probs: torch.Tensor) -> object:
     return target_probs[:, :, 0]
 
