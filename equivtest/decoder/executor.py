@@ -14,6 +14,7 @@ from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
 from equivtest.decoder.prefill import PromptPool, cache_for
 from equivtest.decoder.request_table import RequestTable
+from equivtest.decoder.rounds import DeviceRounds
 from equivtest.decoder.routing import route, unsupported_feature
 from equivtest.decoder.stages import Int64Array, Stages, StepInput
 from equivtest.decoder.standard_stages import UnreadStep, standard_stages
@@ -67,6 +68,7 @@ class Executor:
             model, backend, drafter, acceptance=acceptance, plain_backend=self.plain_backend
         )
         self._own_stages = None if stages is not None else self.stages
+        self._rounds = DeviceRounds.of(model, backend, drafter, acceptance)
         self._kv: PagedKVCache | None = None
 
     def offer_at_most(self, max_draft: int) -> None:
@@ -143,6 +145,7 @@ class Executor:
         pool = PromptPool(self.model, kv, table, np.arange(len(table)), follower=follower)
         rows, sequences = np.empty(0, np.int64), np.empty(0, np.int64)
         on_device = _OnDevice.of(table, rows)
+        rounds = self._rounds if stages is self._own_stages and drafter is not None else None
         unread: UnreadStep | None = None
         num_admitted = index = 0
         while num_admitted < len(table) or len(rows):
@@ -157,34 +160,41 @@ class Executor:
                     drafter.admit(new[table.speculative[new]])
             if not np.array_equal(on_device.rows, rows):
                 on_device = _OnDevice.of(table, rows)
-            on_its_way = int(unread is not None)  # tokens of each row that the table does not hold yet
-            remaining = table.remaining[rows] - on_its_way
-            # A round puts out at most num_draft + 1 tokens: this limit makes the last one fit exactly.
-            limits = np.minimum(max_draft, remaining - 1) * table.speculative[rows]
-            step = StepInput(
-                index=index,
-                table=table,
-                requests=rows,
-                num_main=int(len(rows) - needs_plain_backend[rows].sum()),
-                sequences=sequences,
-                lengths=table.lengths[rows] + on_its_way,
-                limits=limits,
-                params=on_device.params,
-                streams=on_device.streams(table.generated[rows] + on_its_way),
-                kv=kv,
-                scratch=scratch,
-                unread=None if unread is None else unread.token_ids,
-                follower=follower,
-            )
-            outcome = stages.start(step)
-            index += 1
-            if unread is not None:
-                told(unread.commit(stages.commit))
-                unread = None
-            if self._next_is_known(stages, step) and (remaining > 1).all():
-                unread = UnreadStep(step, outcome)
-                continue
-            told(stages.commit(step, *outcome))
+            if rounds is not None and rounds.can_run(
+                table, rows, width=max_draft, need_plain=needs_plain_backend[rows]
+            ):
+                index = rounds.run(
+                    table, rows, sequences, kv, scratch, on_device[1:], width=max_draft, index=index, told=told
+                )
+            else:
+                on_its_way = int(unread is not None)  # tokens of each row that the table does not hold yet
+                remaining = table.remaining[rows] - on_its_way
+                # A round puts out at most num_draft + 1 tokens: this limit makes the last one fit exactly.
+                limits = np.minimum(max_draft, remaining - 1) * table.speculative[rows]
+                step = StepInput(
+                    index=index,
+                    table=table,
+                    requests=rows,
+                    num_main=int(len(rows) - needs_plain_backend[rows].sum()),
+                    sequences=sequences,
+                    lengths=table.lengths[rows] + on_its_way,
+                    limits=limits,
+                    params=on_device.params,
+                    streams=on_device.streams(table.generated[rows] + on_its_way),
+                    kv=kv,
+                    scratch=scratch,
+                    unread=None if unread is None else unread.token_ids,
+                    follower=follower,
+                )
+                outcome = stages.start(step)
+                index += 1
+                if unread is not None:
+                    told(unread.commit(stages.commit))
+                    unread = None
+                if self._next_is_known(stages, step) and (remaining > 1).all():
+                    unread = UnreadStep(step, outcome)
+                    continue
+                told(stages.commit(step, *outcome))
             finished = table.remaining[rows] <= 0
             if finished.any():
                 kv.free(sequences[finished])

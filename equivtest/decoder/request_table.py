@@ -113,7 +113,7 @@ class RequestTable:
         draft_token_ids: npt.NDArray[np.int64],  # [B, K]
         num_draft: npt.NDArray[np.int32],  # [B]
         *,
-        counts: npt.NDArray[np.int64] | None = None,  # [B], outputs to commit, at least 1; None: emitted + 1
+        counts: npt.NDArray[np.int64] | None = None,  # [B], outputs to commit; None: emitted + 1
         logprobs: npt.NDArray[np.float32] | None = None,  # [B, K+1]; needed where a request asks for them
     ) -> int:
         """Commit a step's tokens with how each came about; a stop token that comes last ends its text.

@@ -59,6 +59,9 @@ class Capabilities:
     """It is a `FusedBackend`: accepts from logits, without probabilities in memory."""
     graphs: bool = False
     """A CUDA graph may hold its `paged_attention` and layers: they read nothing on the host."""
+    late_lengths: bool = False
+    """`paged_attention` reads lengths and pages from the planned tensors when it runs: what they held when it was
+    planned does not matter."""
 
 
 class RowParams(NamedTuple):

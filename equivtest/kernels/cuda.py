@@ -59,6 +59,7 @@ class CudaBackend:
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         fused=True,
         graphs=True,
+        late_lengths=True,
     )
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from equivtest.kernels.contract import (
+    PADDING,
     AcceptanceRule,
     Capabilities,
     KernelBackend,
@@ -20,7 +21,7 @@ from equivtest.kernels.contract import (
 
 
 class FusedOnCpu:
-    """Wraps a backend; the match rule for plain rows only, of which it draws what the chain does."""
+    """Wraps a backend."""
 
     name = "fused_on_cpu"
 
@@ -32,7 +33,7 @@ class FusedOnCpu:
 
     @property
     def capabilities(self) -> Capabilities:
-        return dataclasses.replace(self.inner.capabilities, fused=True)
+        return dataclasses.replace(self.inner.capabilities, fused=True, late_lengths=True)
 
     def accept_logits(
         self,
@@ -48,7 +49,6 @@ class FusedOnCpu:
         scratch: SpecScratch,
     ) -> SpecAccept:
         batch, width = draft_token_ids.shape
-        assert rule == "chain" or width == 0
         probs = scratch.probs(batch, width)
         for row in range(batch):
             count = int(num_draft[row]) + 1
@@ -60,6 +60,16 @@ class FusedOnCpu:
             self.inner.sample(probs[:, 0].contiguous(), streams, out=result.output_token_ids[:, 0])
             result.emitted.zero_()
             result.acceptance_telemetry.zero_()
+        elif rule == "match":
+            slots, counts = torch.arange(width + 1), num_draft[:, None]
+            keys, positions = streams.keys.repeat_interleave(width + 1), (streams.positions[:, None] + slots).view(-1)
+            drawn = torch.empty(batch * (width + 1), dtype=torch.int64)
+            self.inner.sample(probs.view(len(drawn), -1), Streams(keys, positions), out=drawn)
+            drawn = drawn.view(batch, -1)
+            matches = (drawn[:, :-1] == draft_token_ids) & (slots[:-1] < counts)
+            result.emitted.copy_(matches.cumprod(dim=1).sum(dim=1))
+            result.acceptance_telemetry.copy_(matches.sum(dim=1))
+            result.output_token_ids.copy_(drawn.masked_fill(slots > result.emitted[:, None], PADDING))
         else:
             self.inner.spec_accept(draft_token_ids, num_draft, probs, draft_probs, streams, scratch=scratch)
         return result._replace(refusal=torch.zeros(3, dtype=torch.float64))

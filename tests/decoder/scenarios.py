@@ -198,6 +198,7 @@ class StubDrafter:
 
     name = "stub"
     follower = None
+    on_device = None
 
     def __init__(self, choose: Callable[[StepInput], Drafts]) -> None:
         self.choose = choose

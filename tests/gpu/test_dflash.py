@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from equivtest.kernels.contract import KernelBackend
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Origin
 from tests.decoder.dflash_drafters import dflash_config, dflash_drafter, dflash_network
-from tests.decoder.scenarios import GREEDY, build, random_prompts, requests_for, texts
+from tests.decoder.scenarios import CONFIGS, GREEDY, build, random_prompts, requests_for, texts
 from tests.decoder.test_dflash import proposals_of, stale, wrong
 from tests.decoder.tiny_models import tiny_checkpoint
 
@@ -67,3 +69,27 @@ def test_greedy_text_is_the_same_with_and_without_speculation(backend: KernelBac
     off, on, again = (executor.generate(requests, speculative=speculative) for speculative in (False, True, True))
     assert texts(on) == texts(off) == texts(again)
     assert any(Origin.ACCEPTED in g.origins for g in on)
+
+
+@pytest.mark.parametrize("acceptance", ["chain", "match"])
+@pytest.mark.parametrize("max_batch", [1, 7, 24])
+def test_rounds_that_the_device_lays_out_are_the_hosts(acceptance: str, max_batch: int) -> None:
+    """In graphs, read late; tests/decoder/test_rounds.py has the twins. One text in 24 may part at a near-tie: rows of
+    another shape are multiplied in another order."""
+    try:
+        backend = get_backend("cuda")
+    except KernelUnavailable as unavailable:
+        pytest.skip(unavailable.reason)
+    target = on_gpu(backend)
+    executor = build(backend, "dflash", model=target, acceptance=acceptance, max_batch=max_batch)
+    requests = [
+        dataclasses.replace(request, max_tokens=1 + 5 * (index % 6))
+        for index, request in enumerate(requests_for(random_prompts(24), CONFIGS["topp95"]))
+    ]
+    assert executor._rounds is not None
+    own, again = (executor.generate(requests, speculative=True) for _ in range(2))
+    assert executor._rounds._rounds
+    assert texts(again) == texts(own)
+    executor._rounds = None
+    by_host = executor.generate(requests, speculative=True)
+    assert sum(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(own, by_host, strict=True)) <= 1

@@ -5,9 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from torch import Tensor
+
 from equivtest.decoder.follower import Follower
+from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.stages import Drafts, Int64Array, StepInput
+from equivtest.kernels.contract import AttentionPlan, AttentionShape
+
+
+class BlockDrafter(Follower, Protocol):
+    """What fills a block behind a text with device work alone."""
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block, the newest token's included."""
+        ...
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that a block has."""
+        ...
+
+    def attention_shape(self, kv: PagedKVCache) -> AttentionShape: ...
+
+    def block_token_ids(self, newest: Tensor) -> Tensor:
+        """What a block is fed behind each of the newest tokens (int64 [B]): int64 [B, block_size]."""
+        ...
+
+    def draft_rows(
+        self, token_ids: Tensor, slots: Tensor, positions: Tensor, plan: AttentionPlan, kv: PagedKVCache, width: int
+    ) -> Tensor:
+        """The first `width` drafts of each block, int64 [B, width]; every row of it is a sequence of its own."""
+        ...
 
 
 class Drafter(Protocol):
@@ -24,6 +54,11 @@ class Drafter(Protocol):
     @property
     def follower(self) -> Follower | None:
         """What reads the target's hidden states for it, from the prompt on; None: nothing does."""
+        ...
+
+    @property
+    def on_device(self) -> BlockDrafter | None:
+        """What drafts without the host, where it can be had: the same drafts as `propose`, all of its width."""
         ...
 
     def describe(self) -> Mapping[str, object]:
@@ -55,6 +90,7 @@ class StatelessDrafter:
     """Base of drafters that keep nothing between steps."""
 
     follower: Follower | None = None
+    on_device: BlockDrafter | None = None
 
     def start(self, table: RequestTable, *, max_batch: int, max_draft: int) -> None:
         pass

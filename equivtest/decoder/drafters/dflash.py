@@ -59,7 +59,7 @@ class DFlashDrafter(StatelessDrafter):
     def __init__(self, checkpoint: DFlashCheckpoint, target: Model) -> None:
         """Raises UnsupportedModel for a drafter of another target, and for a missing, misshapen or left-over weight."""
         self.network = BlockNetwork(checkpoint, target)
-        self.follower = self.network
+        self.follower = self.on_device = self.network
         self._checkpoint = checkpoint
         self._width = self.network.block.num_drafts
 
@@ -127,8 +127,16 @@ class BlockNetwork:
         return self.block.target_layer_ids
 
     @property
-    def lookahead(self) -> int:
+    def block_size(self) -> int:
         return self.block.block_size
+
+    @property
+    def num_drafts(self) -> int:
+        return self.block.num_drafts
+
+    @property
+    def lookahead(self) -> int:
+        return max(self.block_size, self.num_drafts + 1)  # a block, or the target's rows for all its drafts
 
     def attention_shape(self, kv: PagedKVCache) -> AttentionShape:
         config = self.config
@@ -151,22 +159,24 @@ class BlockNetwork:
         anchors: int64 [B]. batch: the blocks' rows, block_size behind each context.
         """
         num_blocks, size = len(anchors), self.block.block_size
-        token_ids = np.full((num_blocks, size), self.block.mask_token_id)
-        token_ids[:, 0] = anchors
-        fed, rows = torch.from_numpy(token_ids.reshape(-1)), each_row_by_itself(batch)
+        fed, rows = self.block_token_ids(torch.from_numpy(anchors)).view(-1), each_row_by_itself(batch)
         if self._graphs is None or len(fed) > MAX_GRAPH_ROWS:
             on_device = rows.on(self.device)
             plan = self.backend.plan_attention(on_device.attention, self.attention_shape(kv))
-            return self._drafts(fed.to(self.device), on_device.slots, on_device.positions, plan, kv, width)
+            return self.draft_rows(fed.to(self.device), on_device.slots, on_device.positions, plan, kv, width)
 
         def captured(inputs: GraphInputs, plans: Sequence[AttentionPlan]) -> Tensor:
-            return self._drafts(inputs.token_ids, inputs.slots[0], inputs.positions[0], plans[0], kv, width)
+            return self.draft_rows(inputs.token_ids, inputs.slots[0], inputs.positions[0], plans[0], kv, width)
 
         shape = GraphShape.of([rows], len(fed), group=size)
         # A copy: the drafts are still needed when the next graph runs.
         return self._graphs.replay((width,), shape, fed, [rows], kv, captured)[:num_blocks].clone()
 
-    def _drafts(
+    def block_token_ids(self, newest: Tensor) -> Tensor:
+        masks = torch.full_like(newest, self.block.mask_token_id)[:, None]
+        return torch.cat([newest[:, None], masks.expand(-1, self.block.block_size - 1)], dim=1)
+
+    def draft_rows(
         self, token_ids: Tensor, slots: Tensor, positions: Tensor, plan: AttentionPlan, kv: PagedKVCache, width: int
     ) -> Tensor:
         """Device work alone, on whole blocks."""

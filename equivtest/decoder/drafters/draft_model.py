@@ -42,6 +42,7 @@ class ModelDrafter:
     """
 
     follower = None
+    on_device = None
 
     def __init__(
         self, model: Model, backend: KernelBackend, *, target: Model, label: str = "", name: str = "model"
