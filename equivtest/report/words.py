@@ -14,6 +14,9 @@ MARKS: Mapping[Word, str] = {Word.EQUIVALENT: "✓", Word.DIFFERENT: "✗", Word
 REJECTED_MARK = "▲"
 """Marks a rejected cell, beside its colour."""
 
+_SMALLEST_P = 1e-300
+"""A smaller p-value is written as below this: near the end of the floats it has no digits left, and 0 is none."""
+
 NOTHING = "-"
 """Shown where a test does not define a value."""
 
@@ -24,24 +27,24 @@ def control_text(passed: bool | None) -> str:
 
 
 def p_text(p_value: float | None) -> str:
-    """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`; `-` for none."""
+    """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`, `< 1e-300`; `-` for none."""
     if p_value is None or pd.isna(p_value):
         return NOTHING
     if p_value >= 0.001:
         return f"{p_value:.3g}"
-    return f"{p_value:.1e}" if p_value > 0 else "0"
+    return f"{p_value:.1e}" if p_value >= _SMALLEST_P else f"< {_SMALLEST_P:.0e}"
 
 
 def p_short(p_value: float) -> str:
-    """A p-value in at most four characters, for a small table cell: `.35`, `.004`, `2e-7`, `1`, `e-12`."""
+    """A p-value in a few characters, for a small table cell: `.35`, `.004`, `2e-7`, `1`, `e-12`, `<e-300`."""
     if p_value >= 0.995:
         return "1"
     if p_value >= 0.095:
         return f"{p_value:.2f}"[1:]
     if p_value >= 0.00095:
         return f"{p_value:.3f}"[1:]
-    if p_value <= 0:
-        return "0"
+    if p_value < _SMALLEST_P:
+        return f"<{_SMALLEST_P:.0e}".replace("1e", "e")
     mantissa, _, exponent = f"{p_value:.0e}".partition("e-")
     return f"{mantissa}e-{int(exponent)}" if int(exponent) < 10 else f"e-{int(exponent)}"
 

@@ -5,12 +5,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from equivtest.cli import main as cli_main
 from equivtest.errors import EngineUnavailable, InvalidSetting, NoSpread
 from equivtest.pipeline.coarse import CoarseOptions, EngineOptions, coarse
 from equivtest.records import Arm, Word
+from equivtest.verdict.coarse import decide_coarse
 from tests.harness.arithmetic_engine import ArithmeticEngine
 
 TASK = """
@@ -58,6 +60,13 @@ def test_a_lower_score_on_the_speculative_path_is_stopped() -> None:
     assert result.word is Word.DIFFERENT
     assert result.exit_code == 1
     assert result.ci_high < 0
+
+
+@pytest.mark.parametrize(("num_wrong", "says"), [(1980, "(p 7.4e-06)"), (1, "(p below 1e-300)")])
+def test_a_score_that_changes_everywhere_is_not_said_to_have_probability_nought(num_wrong: int, says: str) -> None:
+    off, on = np.zeros((2000, 3)), np.ones((2000, 3))
+    on[:num_wrong] = 0
+    assert says in decide_coarse(off, on, 0.05).headline
 
 
 def test_few_items_settle_nothing_and_say_how_many_would() -> None:

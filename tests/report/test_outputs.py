@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from equivtest.errors import InvalidSetting
 from equivtest.files import write_whole
 from equivtest.records import EXIT_CODES, Word
 from equivtest.report.data import CELL_COLUMNS, EVIDENCE_COLUMNS, MAY_BE_EMPTY, ReportData
+from equivtest.report.html import render_html
 from equivtest.report.junit import render_junit, write_junit
 from equivtest.report.summary import render_summary, write_summary
 from equivtest.report.tables import write_cells, write_evidence
 from equivtest.report.terminal import verdict_screen
 from equivtest.report.words import interval_text, number_text, p_short, p_text
 from tests.report.make import cells, report_data, with_prompt_id, without_law
+from tests.report.page import Page
 
 SMALL = {"num_prompts": 2, "num_positions": 6}
 
@@ -143,6 +146,21 @@ class TestJunit:
         assert "a\ufffdb\ufffd[31m <c> & \ufffd ]]>" in str(case.text)
 
 
+@pytest.mark.parametrize(("p_value", "below_any_float"), [(0.0, True), (3.2e-9, False)])
+def test_a_p_value_below_any_float_is_nowhere_written_as_nought(p_value: float, below_any_float: bool) -> None:
+    data = data_with_one_cell(rejected=True, word=Word.DIFFERENT)
+    smallest = data.cells["p_value"].idxmin()
+    data.cells.loc[smallest, ["p_value", "q_value"]] = p_value
+    line = {**report_data(**SMALL).evidence.iloc[0].to_dict(), "family": "law", "stratum": "on / topp95"}
+    data = replace(data, evidence=pd.DataFrame([{**line, "p_value": p_value, "adjusted_p": p_value}]))
+    page = Page(render_html(data))
+    titles = "; ".join(value for _, name, value in page.attributes if name == "title")
+    for text in (page.text, titles, render_summary(data), render_junit(data), screen(data)):
+        assert ("< 1e-300" in text.replace("\\", "").replace("&lt;", "<")) is below_any_float
+        assert not re.search(r"\b[pq] 0(?![.\d])", text)
+        assert "| 0 | 0 |" not in text
+
+
 class TestTables:
     def test_cells_and_evidence_come_back_as_they_were(self, tmp_path: Path) -> None:
         data = report_data(Word.DIFFERENT, **SMALL)
@@ -238,13 +256,15 @@ class TestWords:
             (2.1e-7, "2.1e-07", "2e-7"),
             (9.7e-10, "9.7e-10", "1e-9"),
             (3e-12, "3.0e-12", "e-12"),
-            (0.0, "0", "0"),
+            (1e-300, "1.0e-300", "e-300"),
+            (4e-305, "< 1e-300", "<e-300"),
+            (0.0, "< 1e-300", "<e-300"),
         ],
     )
     def test_p_values_read_well_and_the_short_form_fits_a_cell(self, p_value: float, text: str, short: str) -> None:
         assert p_text(p_value) == text
         assert p_short(p_value) == short
-        assert len(short) <= 5
+        assert len(short) <= 6
 
     def test_numbers_are_grouped_rounded_or_absent(self) -> None:
         assert number_text(65_536) == "65,536"
