@@ -83,6 +83,8 @@ def render_html(data: ReportData) -> str:
             key_facts=[fact for fact in facts if fact[0] in _KEY_FACTS],
             other_facts=[fact for fact in facts if fact[0] not in _KEY_FACTS],
             command=data.manifest.get("command"),
+            mark=words.mark(data.word, gates=data.gates),
+            verdict=words.verdict_text(data.word, gates=data.gates),
             merge=words.merge_text(data.word, gates=data.gates),
         )
     )
@@ -126,7 +128,6 @@ def environment() -> jinja2.Environment:
         "tokens": words.tokens_text,
     }
     environment.globals |= {
-        "marks": words.MARKS,
         "rejected_mark": words.REJECTED_MARK,
         "plural": words.plural,
     }

@@ -11,6 +11,9 @@ from equivtest.records import Word
 MARKS: Mapping[Word, str] = {Word.EQUIVALENT: "✓", Word.DIFFERENT: "✗", Word.INCONCLUSIVE: "?", Word.INVALID: "!"}
 """A sign beside each verdict's word; never instead of it."""
 
+NO_MERGE_MARK = "○"
+"""In place of the sign of a pass that carries no merge."""
+
 REJECTED_MARK = "▲"
 """Marks a rejected cell, beside its colour."""
 
@@ -53,6 +56,16 @@ def excess_short(excess: float) -> str:
     """An excess of TV in at most four characters, for a small table cell: `.12`, `-.03`, `0`."""
     text = f"{excess:.2f}".replace("0.", ".", 1)
     return "0" if text in (".00", "-.00") else text
+
+
+def mark(word: Word, *, gates: bool) -> str:
+    """The sign of a verdict. `gates`: whether a run of this size may decide a merge."""
+    return MARKS[word] if gates or word is not Word.EQUIVALENT else NO_MERGE_MARK
+
+
+def verdict_text(word: Word, *, gates: bool) -> str:
+    """The verdict, and that it carries no merge where it does not."""
+    return str(word) if gates or word is not Word.EQUIVALENT else f"{word}, gates nothing"
 
 
 def merge_text(word: Word, *, gates: bool) -> str:

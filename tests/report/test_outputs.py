@@ -56,6 +56,11 @@ class TestSummary:
         assert lines[2] == f"**{data.headline}**"
         assert f"Exit code {EXIT_CODES[word]}." in "\n".join(lines)
 
+    def test_a_pass_that_carries_no_merge_has_not_the_sign_of_one_that_does(self) -> None:
+        large, small = report_data(**SMALL), replace(report_data(**SMALL), gates=False)
+        assert render_summary(large).startswith("## ✓ EQUIVALENT: ")
+        assert render_summary(small).startswith("## ○ EQUIVALENT, GATES NOTHING: ")
+
     def test_a_rejected_cell_is_listed_and_a_passing_run_lists_none(self) -> None:
         loud = render_summary(data_with_one_cell(rejected=True, word=Word.DIFFERENT))
         quiet = render_summary(data_with_one_cell(rejected=False, word=Word.EQUIVALENT))
@@ -206,6 +211,14 @@ class TestTerminal:
         lines = screen(report_data(word, **SMALL), width).rstrip("\n").split("\n")
         assert lines[-1].strip() == f"{'✓✗?!'[list(Word).index(word)]} {word.upper()} (exit code {EXIT_CODES[word]})"
         assert max(map(len, lines)) <= width
+
+    def test_green_is_for_a_pass_that_carries_a_merge(self) -> None:
+        green = "\x1b[1;32m"
+        large, small = report_data(**SMALL), replace(report_data(**SMALL), gates=False)
+        assert f"{green}✓ EQUIVALENT" in screen(large, colour=True).splitlines()[-1]
+        last = screen(small, colour=True).splitlines()[-1]
+        assert "○ EQUIVALENT, GATES NOTHING" in last
+        assert green not in last
 
     def test_it_fits_one_screen(self) -> None:
         assert len(screen(report_data(Word.EQUIVALENT), 100).splitlines()) <= 24
