@@ -36,7 +36,9 @@ def decide(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Inter
     invalid += [words.reference_failed(f, run.confirm) for f in _standing(judged, Role.REFERENCE, Standing.CONFIRMED)]
     invalid += [words.a_a_failed(f, run.confirm) for f in _standing(judged, Role.A_A, Standing.CONFIRMED)]
     invalid += [words.teeth_missed(config, run, findings) for config in _without_teeth(run, findings)]
-    different = [words.different(f, run.confirm) for f in _standing(judged, Role.TEST, Standing.CONFIRMED)]
+    confirmed = _standing(judged, Role.TEST, Standing.CONFIRMED)
+    confirmed.sort(key=lambda f: min(flag.p_value for flag in f.standing_flags(run.confirm)))
+    different = [words.different(f, run.confirm) for f in confirmed]
     # What has been shown once need not be shown again by the other families.
     open_tests = () if different else pending[Role.TEST]
     inconclusive = [

@@ -224,7 +224,7 @@ def teeth_line(passed: bool | None, num_rejected: int, num_tests: int, fault: st
 def _stood(finding: Finding, confirm: bool) -> str:
     """A finding whose flags count: how many, how sure and where."""
     stage_2 = finding.confirmation if confirm else None
-    flags = finding.flagged if stage_2 is None else stage_2.confirmed
+    flags = finding.standing_flags(confirm)
     sure = "at a level that holds whenever one looks" if finding.at_once else "on the first look, without confirmation"
     if stage_2 is not None:
         sure = f"again on {stage_2.num_samples:,} fresh samples an arm"

@@ -73,6 +73,19 @@ def test_any_other_verdict_of_a_small_run_stands_as_it_is(word: Word) -> None:
     assert "gates nothing" not in small.text
 
 
+def test_the_banner_of_a_difference_shows_its_three_strongest_reasons_and_folds_the_rest() -> None:
+    reasons = tuple(f"reason {number}" for number in range(8))
+    for word, folded in ((Word.DIFFERENT, 5), (Word.INVALID, 0)):
+        text = render_html(replace(report_data(word, **SMALL), reasons=reasons))
+        banner = re.search(r'<section class="verdict.*?</section>', text, re.DOTALL)
+        assert banner is not None
+        open_part, _, rest = banner.group().partition("<details>")
+        assert re.findall(r"<li>(.*?)</li>", open_part) == list(reasons[: 8 - folded])
+        assert re.findall(r"<li>(.*?)</li>", rest) == list(reasons[8 - folded :])
+        assert ("5 more lines" in rest) is bool(folded)
+    assert "<details>" not in small_page(Word.DIFFERENT).partition("</section>")[0], "two reasons need no fold"
+
+
 def test_every_sentence_of_the_diagnosis_names_its_stage() -> None:
     data = report_data(Word.DIFFERENT, **SMALL)
     for stage, sentence in zip(("accept", "streams"), data.diagnosis, strict=True):
