@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from equivtest.cli import main as cli_main
-from equivtest.errors import EngineUnavailable, InvalidSetting, NoSpread
+from equivtest.errors import EngineUnavailable, InvalidSetting, NoSpread, TaskUnavailable
 from equivtest.pipeline.coarse import CoarseOptions, EngineOptions, coarse
 from equivtest.records import Arm, Word
 from equivtest.verdict.coarse import decide_coarse
@@ -106,6 +106,38 @@ def test_what_cannot_be_asked_is_refused() -> None:
     engine.generate = lambda requests, **_: ArithmeticEngine(drop=1.0).generate(requests, speculative=True)  # type: ignore
     with pytest.raises(NoSpread, match="partly right"):  # all wrong: nothing is measured
         coarse(options(**small), engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("doc_to_text: ", "  doc_to_text: ", "task.yaml, line 6: mapping values are not allowed in this context"),
+        ("{{b}}?", "{{b + }}?", "task.yaml: TemplateSyntaxError: unexpected 'end of print statement'"),
+        ("words.greetings", "words.nothing", "has no function 'nothing'"),
+        ("test_split", "no_such_field", "unexpected keyword argument 'no_such_field'"),
+        ("test_split: test", "test_split: nothing", "task.yaml: KeyError: 'nothing'"),
+        (TASK, "- a list", "Expected YAML dict"),
+    ],
+)
+def test_a_local_task_file_that_is_wrong_is_a_usage_error_that_says_where(
+    tmp_path: Path, monkeypatch, capsys, right: str, wrong: str, says: str
+) -> None:
+    (tmp_path / "words.py").write_text(DATA)
+    (tmp_path / "task.yaml").write_text(TASK.replace(right, wrong))
+    monkeypatch.setattr(sys, "argv", ["equivtest", "lm-eval", "--task", str(tmp_path / "task.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        cli_main.main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "hub" not in error
+
+
+def test_a_local_task_file_whose_data_cannot_be_had_is_no_usage_error(tmp_path: Path) -> None:
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'gone.json'}}}}}"
+    (tmp_path / "task.yaml").write_text(TASK.replace("custom_dataset: !function words.greetings", data))
+    with pytest.raises(TaskUnavailable, match=r"gone\.json"):
+        coarse(options(task=str(tmp_path / "task.yaml")), engine=ArithmeticEngine())
 
 
 def test_without_the_harness_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
