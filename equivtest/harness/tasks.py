@@ -14,6 +14,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from equivtest.errors import InvalidSetting, TaskUnavailable
+from equivtest.harness.model import DEFAULT_MAX_TOKENS
 
 SHIPPED = {"addition": Path(__file__).parent / "addition.yaml"}
 """Tasks inside this package, by name."""
@@ -67,6 +68,9 @@ class SampledTask:
             raise InvalidSetting("task", name_or_path, "must be one that generates (output_type: generate_until)")
         if self._task.get_config("num_fewshot") is None:
             self._task.set_config("num_fewshot", 0)
+        asked = self._task.get_config("generation_kwargs") or {}
+        self.max_tokens = int(asked.get("max_gen_toks", DEFAULT_MAX_TOKENS))
+        """Of an answer."""
         available = len(self._task.eval_docs)
         if num_items is not None and not 2 <= num_items <= available:
             raise InvalidSetting("items", num_items, f"must be 2 to {available}, which the task has")

@@ -2,6 +2,8 @@
 stopped."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -154,6 +156,20 @@ def test_the_command_ends_in_the_verdict_with_a_decoder(monkeypatch, capsys) -> 
         cli_main.main()
     assert ended.value.code == 4
     assert "partly right" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "bars"), [({}, False), ({"TQDM_DISABLE": ""}, True)])
+def test_a_log_gets_plain_lines_and_bars_of_the_harness_only_where_they_are_asked_for(asked: dict, bars: bool) -> None:
+    words = "lm-eval --model tiny --items 4 --seeds 2 --dtype float32"
+    env = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "equivtest", *words.split()],
+        env={**env, **asked}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ("\r" in ended.stderr or "it/s" in ended.stderr) is bars
+    for arm in ("off", "on"):
+        assert f"arm {arm}: 112 tokens to collect\n" in ended.stderr
+        assert f"arm {arm}: 112 of 112 tokens" in ended.stderr
 
 
 def test_the_screen_ends_in_the_verdict(monkeypatch, capsys) -> None:
