@@ -66,6 +66,10 @@ def main() -> None:
     # Before torch loads its thread pool: threads that spin while they wait make a decoder several times slower on a
     # machine that does anything else, and gain about 5 % on one that does not.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not sys.stderr.isatty():
+        # Bars of other packages, which read this when they are imported, would fill a log; ours say plain lines there.
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     verbose = bool({"-v", "--verbose"} & set(sys.argv[1:]))
     try:
         code = cli.main(standalone_mode=False)

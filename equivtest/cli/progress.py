@@ -14,7 +14,12 @@ _PLAIN_INTERVAL_S = 10.0
 
 def listener_for(console: Console) -> Listener:
     """A bar when `console` is a terminal, otherwise a line every ten seconds."""
-    return _Bar(console) if console.is_terminal else _Lines(console)
+    return _Bar(console) if shows_bars(console) else _Lines(console)
+
+
+def shows_bars(console: Console) -> bool:
+    """Whether the console is a terminal in truth; rich takes a log for one where FORCE_COLOR asks for colours."""
+    return console.is_terminal and console.file.isatty()
 
 
 class _Counter:

@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from equivtest.cli.progress import shows_bars
+
 _PLAIN_INTERVAL_S = 10.0
 
 
@@ -31,7 +33,7 @@ class Stages:
         self._stop()
         self._label, self._total, self._before = label, total, done
         self._begin = self._last = time.monotonic()
-        if self._console.is_terminal:
+        if shows_bars(self._console):
             columns = (
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[line]}"), TimeElapsedColumn(),
                 TextColumn("left"), TimeRemainingColumn(),

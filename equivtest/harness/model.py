@@ -42,6 +42,8 @@ class EngineModel(LM):  # type: ignore[misc]
         self._params = SamplingParams(temperature=temperature, ignore_eos=False)
         self._stream, self._num_seeds, self._on_tokens = tuple(stream), num_seeds, on_tokens
         self._answers: list[list[str]] = []
+        self.num_tokens = 0
+        """Tokens of the answers so far; fewer than were allowed where answers end early."""
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """The answer to each request under the next seed, up to the first of its stop texts."""
@@ -68,6 +70,7 @@ class EngineModel(LM):  # type: ignore[misc]
         answers = self._engine.generate(
             asked, speculative=self._speculative, fault=self._fault, on_tokens=self._on_tokens
         )
+        self.num_tokens += sum(len(answer.token_ids) for answer in answers)
         texts = [self._engine.text(answer.token_ids.tolist()) for answer in answers]
         return [
             [

@@ -14,11 +14,14 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from equivtest.errors import InvalidSetting, TaskUnavailable
+from equivtest.harness.model import DEFAULT_MAX_TOKENS
 
 SHIPPED = {"addition": Path(__file__).parent / "addition.yaml"}
 """Tasks inside this package, by name."""
 
 _FEWSHOT_SEED = 1234
+_DATA_PACKAGES = frozenset({"datasets", "httpx", "huggingface_hub", "requests"})
+"""Whose errors are about a task's data, where they are no OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,8 +43,8 @@ class SampledTask:
         """num_items: the first so many; None takes all. metric: `name` or `name,filter`; None takes the first that
         scores items one by one.
 
-        Raises InvalidSetting for a name that is neither, a group or a task that samples nothing, and TaskUnavailable
-        for one whose data cannot be had.
+        Raises InvalidSetting for a name that is neither, a file that is wrong, a group or a task that samples nothing,
+        and TaskUnavailable for one whose data cannot be had.
         """
         self.name, self._metric = name_or_path, metric
         where = SHIPPED.get(name_or_path, Path(name_or_path))
@@ -53,6 +56,9 @@ class SampledTask:
         try:
             loaded = manager.load([str(where) if local else name_or_path])
         except Exception as error:  # its data sets come by many ways
+            if local and not _is_of_data(error):
+                requirement = f"must be a task in the harness's format: {_said(error, where)}"
+                raise InvalidSetting("task", name_or_path, requirement) from error
             raise TaskUnavailable(name_or_path, f"{type(error).__name__}: {error}") from error
         if len(loaded["tasks"]) != 1:
             raise InvalidSetting("task", name_or_path, f"must be one task, not {', '.join(loaded['tasks'])}")
@@ -62,6 +68,9 @@ class SampledTask:
             raise InvalidSetting("task", name_or_path, "must be one that generates (output_type: generate_until)")
         if self._task.get_config("num_fewshot") is None:
             self._task.set_config("num_fewshot", 0)
+        asked = self._task.get_config("generation_kwargs") or {}
+        self.max_tokens = int(asked.get("max_gen_toks", DEFAULT_MAX_TOKENS))
+        """Of an answer."""
         available = len(self._task.eval_docs)
         if num_items is not None and not 2 <= num_items <= available:
             raise InvalidSetting("items", num_items, f"must be 2 to {available}, which the task has")
@@ -86,6 +95,19 @@ class SampledTask:
             scores=np.array([float(one[name]) for one in own]),
             prompts=tuple(one["prompt_hash"] for one in own),
         )
+
+
+def _is_of_data(error: Exception) -> bool:
+    """Whether a task is well described, but its data could not be read or fetched."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _DATA_PACKAGES
+
+
+def _said(error: Exception, path: Path) -> str:
+    """What is wrong with a task's file, on one line: in which file, which may be one that it includes, and where."""
+    mark = getattr(error, "problem_mark", None)  # of an error in the YAML itself
+    if mark is None:
+        return f"{path}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{mark.name}, line {mark.line + 1}: {getattr(error, 'problem', None)}"
 
 
 def _chosen(answers: Sequence[dict[str, Any]], asked: str | None) -> str:

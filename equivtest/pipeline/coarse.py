@@ -125,14 +125,21 @@ class _Benchmark:
             num_seeds=self.options.seeds,
             stream=(self.options.run_seed, arm, self.task.name),
             fault=fault,
+            on_tokens=self.listener.advance,
         )
+        most = self.task.num_items * self.options.seeds * self.task.max_tokens
+        self.listener.start(f"arm {arm}", most)
         columns = []
-        for _ in range(self.options.seeds):
-            own = self.task.score(model)
-            if self.prompts not in ((), own.prompts):
-                raise RunMismatch(Path(self.task.name), "questions", "those of the first seed", "others")
-            self.metric, self.prompts = own.metric, own.prompts
-            columns.append(own.scores)
+        try:
+            for _ in range(self.options.seeds):
+                own = self.task.score(model)
+                if self.prompts not in ((), own.prompts):
+                    raise RunMismatch(Path(self.task.name), "questions", "those of the first seed", "others")
+                self.metric, self.prompts = own.metric, own.prompts
+                columns.append(own.scores)
+            self.listener.skip(most - model.num_tokens)  # answers that ended early
+        finally:
+            self.listener.finish()
         means, seconds = ", ".join(f"{own.mean():.3f}" for own in columns), time.perf_counter() - started
         self.listener.message(f"arm {arm}: {self.metric} {means}, {seconds:.0f} s")
         return np.stack(columns, axis=1)

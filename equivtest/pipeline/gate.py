@@ -11,6 +11,7 @@ from typing import Any
 from equivtest.errors import InvalidSetting, InvalidShard
 from equivtest.pipeline.manifest import VERDICT_FILE, Manifest, Status, describe_code, resume_command
 from equivtest.pipeline.next_command import next_command
+from equivtest.protocol.budgets import BUDGETS, get_budget, is_smaller
 from equivtest.protocol.plan import Protocol, fingerprint
 from equivtest.protocol.prompts import load_prompt_set, prompt_set_names
 from equivtest.records import EXIT_CODES, Word
@@ -30,6 +31,8 @@ class GateResult:
     headline: str
     lines: tuple[str, ...]
     """Gate of record, controls, diagnosis, reasons and next steps."""
+    caveat: str = ""
+    """Why it carries no merge though it passes: what a run of its budget cannot show; empty where it does."""
     judged: bool = True
     """Whether this is the run's own verdict: it was not refused, and its samples are there."""
 
@@ -38,35 +41,70 @@ class GateResult:
         return EXIT_CODES[self.word]
 
 
-FINGERPRINT = "fingerprint"
-"""What a gate can require."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """What a gate asks of a run besides its verdict."""
+
+    fingerprint: str | None = None
+    """Digits that its fingerprint begins with; empty for any fingerprint of this code."""
+    budget: str | None = None
+    """The smallest budget of which `equivalent` passes."""
+
+    @classmethod
+    def parse(cls, require: Sequence[str]) -> Requirements:
+        """From the words of the command line, `fingerprint`, `fingerprint=HEX` or `budget=NAME`.
+
+        Raises InvalidSetting for another word, and UnknownName for another budget.
+        """
+        digits, budget = None, None
+        for word in require:
+            name, equals, value = word.partition("=")
+            if name == "budget" and equals:
+                budget = get_budget(value).name
+            elif name == "fingerprint" and (not equals or (len(value) >= _SHORTEST and not set(value) - _HEX)):
+                digits = value
+            else:
+                requirement = (
+                    f"must be fingerprint, fingerprint=HEX with at least {_SHORTEST} digits of 0-9a-f, or budget=NAME"
+                )
+                raise InvalidSetting("require", word, requirement)
+        return cls(fingerprint=digits, budget=budget)
+
+
 _SHORTEST = 8
+_HEX = frozenset("0123456789abcdef")
 
 
-def read_verdict(run_dir: Path, require: str | None = None) -> GateResult:
+def read_verdict(run_dir: Path, require: Sequence[str] = ()) -> GateResult:
     """The verdict of a run. A run that did not end, or whose samples are not all there and whole, is invalid, whatever
     its verdict file says.
 
     require: "fingerprint" refuses, as invalid, a run of other code than this, or of a protocol that this code does not
-    have (prompts, configs); "fingerprint=HEX", with at least 8 digits, refuses one of another protocol or subject too.
+    have (prompts, configs); "fingerprint=HEX", with at least 8 digits, refuses one of another protocol or subject too;
+    "budget=NAME" refuses `equivalent` of a smaller budget (a difference is one at any size).
 
-    Raises RunNotFound, InvalidSetting for another requirement, or InvalidShard for a damaged manifest or verdict.
+    Raises RunNotFound, as `Requirements.parse` does, or InvalidShard for a damaged manifest or verdict.
     """
-    wanted = _wanted(require)
+    wanted = Requirements.parse(require)
     manifest = Manifest.read(run_dir)
     path = run_dir / VERDICT_FILE
     if problem := _not_finished(run_dir, manifest):
         return _unjudged(run_dir, f"cannot be judged: {problem}", resume_command(manifest.command, run_dir))
-    if wanted is not None and (problem := _other(manifest, wanted)):
+    if wanted.fingerprint is not None and (problem := _other(manifest, wanted.fingerprint)):
         return _unjudged(run_dir, f"is refused: {problem}", "run it again with this code and this configuration")
     if not path.is_file():
         reason = "cannot be judged: it holds no verdict, because its last analysis failed"
         return _unjudged(run_dir, reason, f"equivtest report {run_dir}")
     try:
         verdict: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        word, budget = Word(verdict["verdict"]), manifest.judged_protocol.budget
+        if word is Word.EQUIVALENT and wanted.budget is not None and is_smaller(budget, wanted.budget):
+            reason = f"is refused: it is equivalent at budget {budget}, and budget {wanted.budget} is required"
+            return _unjudged(run_dir, reason, f"run it again with --budget {wanted.budget}")
         return GateResult(
             run_dir=run_dir,
-            word=Word(verdict["verdict"]),
+            word=word,
+            caveat=BUDGETS[budget].caveat if word is Word.EQUIVALENT and budget in BUDGETS else "",
             headline=verdict["headline"],
             lines=(
                 f"fingerprint: {manifest.fingerprint}",
@@ -74,7 +112,7 @@ def read_verdict(run_dir: Path, require: str | None = None) -> GateResult:
                 *(f"{control['name']}: {control['line']}" for control in verdict["controls"]),
                 *(f"diagnosis: {sentence}" for sentence in verdict["diagnosis"]),
                 *verdict["reasons"],
-                *(f"next: {step}" for step in (*verdict["next_steps"], *_command(manifest, Word(verdict["verdict"])))),
+                *(f"next: {step}" for step in (*verdict["next_steps"], *_command(manifest, word))),
             ),
         )
     except (ValueError, KeyError, TypeError) as error:
@@ -91,22 +129,6 @@ def _command(manifest: Manifest, word: Word) -> tuple[str, ...]:
 def _unjudged(run_dir: Path, reason: str, step: str) -> GateResult:
     lines, headline = (f"next: {step}",), f"this run {reason}"
     return GateResult(run_dir=run_dir, word=Word.INVALID, headline=headline, lines=lines, judged=False)
-
-
-def _wanted(require: str | None) -> str | None:
-    """The digits that a fingerprint must begin with; None where nothing is required."""
-    if require is None:
-        return None
-    name, _, digits = require.partition("=")
-    known = name == FINGERPRINT and ("=" not in require or (len(digits) >= _SHORTEST and not set(digits) - _HEX))
-    if not known:
-        raise InvalidSetting(
-            "require", require, f"must be fingerprint, or fingerprint=HEX with at least {_SHORTEST} digits of 0-9a-f"
-        )
-    return digits
-
-
-_HEX = frozenset("0123456789abcdef")
 
 
 def _other(manifest: Manifest, digits: str) -> str | None:

@@ -172,17 +172,25 @@ def utc_now() -> datetime.datetime:
 def describe_code() -> dict[str, Any]:
     """Version, git commit and dirty flag where there is a repository, and a hash of the sources that ran."""
     root = Path(equivtest.__file__).resolve().parent
-    digest = hashlib.sha256()
-    for path in sorted([*root.rglob("*.py"), *(p for p in resource_dir("kernels_ext").rglob("*") if p.is_file())]):
-        if "__pycache__" not in path.parts:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
     dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
     return {
         "version": equivtest.__version__,
-        "source_sha256": digest.hexdigest(),
+        "source_sha256": source_sha256(root, resource_dir("kernels_ext")),
         "git_commit": _git(root, "rev-parse", "HEAD"),
         "git_dirty": None if dirty is None else bool(dirty),
     }
+
+
+def source_sha256(package: Path, kernels: Path) -> str:
+    """One hash of every Python file of a package and every file of its kernels, each under its path in its folder:
+    where the folders lie is no part of it, and where a file lies in them is."""
+    digest = hashlib.sha256()
+    for folder, pattern in ((package, "*.py"), (kernels, "*")):
+        for path in sorted(folder.rglob(pattern)):
+            if path.is_file() and "__pycache__" not in path.parts:
+                name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+                digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def describe_machine() -> dict[str, Any]:

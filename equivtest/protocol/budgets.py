@@ -49,6 +49,12 @@ BUDGETS: Mapping[str, Budget] = {
 }
 
 
+def is_smaller(name: str, than: str) -> bool:
+    """Whether a budget shows less than another; one that is none of BUDGETS, which go up in size, shows least."""
+    sizes = list(BUDGETS)
+    return name not in sizes or sizes.index(name) < sizes.index(than)
+
+
 def get_budget(name: str) -> Budget:
     """The budget of that name. Raises UnknownName."""
     if name not in BUDGETS:

@@ -27,7 +27,7 @@ class HeatCell:
     level: int
     """Of the p-value, 0 to 5."""
     short: str
-    """The p-value in at most five characters."""
+    """The p-value in at most six characters."""
     excess_level: int
     """Of the TV's excess, 0 to 5."""
     excess_short: str

@@ -12,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from equivtest.files import write_whole
-from equivtest.records import Comparison
+from equivtest.records import Comparison, Word
 from equivtest.report import words
 from equivtest.report.curve_figures import quantile_figure
 from equivtest.report.data import ReportData
@@ -25,6 +25,8 @@ from equivtest.report.speculation import acceptance_sections, speed_rows
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _NUM_WORST = 12
+_NUM_REASONS = 3
+"""Lines of the banner that say how large and how sure a difference is, the surest first; the rest are folded away."""
 _MANY_LINES = 24
 """A table of more tests is folded away."""
 _KEY_FACTS = frozenset(
@@ -62,6 +64,7 @@ def render_html(data: ReportData) -> str:
         if comparison == "off_on" or (comparison == "on_on_null" and num_rejected(data.cells_of(comparison)))
     ]
     facts = list(flatten(data.manifest))
+    shown = _NUM_REASONS if data.word is Word.DIFFERENT else len(data.reasons)
     quantiles = [quantile_figure(data.quantiles, comparison=name, name=f"quantiles-{name}") for name in Comparison]
     return (
         environment()
@@ -83,6 +86,10 @@ def render_html(data: ReportData) -> str:
             key_facts=[fact for fact in facts if fact[0] in _KEY_FACTS],
             other_facts=[fact for fact in facts if fact[0] not in _KEY_FACTS],
             command=data.manifest.get("command"),
+            reasons=data.reasons[:shown],
+            more_reasons=data.reasons[shown:],
+            mark=words.mark(data.word, gates=data.gates),
+            verdict=words.verdict_text(data.word, gates=data.gates),
             merge=words.merge_text(data.word, gates=data.gates),
         )
     )
@@ -126,7 +133,6 @@ def environment() -> jinja2.Environment:
         "tokens": words.tokens_text,
     }
     environment.globals |= {
-        "marks": words.MARKS,
         "rejected_mark": words.REJECTED_MARK,
         "plural": words.plural,
     }

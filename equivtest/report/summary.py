@@ -32,7 +32,8 @@ def escape(text: str) -> str:
 
 
 def _lines(data: ReportData) -> Iterator[str]:
-    yield f"## {words.MARKS[data.word]} {data.word.upper()}: {escape(data.title)}"
+    verdict = words.verdict_text(data.word, gates=data.gates).upper()
+    yield f"## {words.mark(data.word, gates=data.gates)} {verdict}: {escape(data.title)}"
     yield ""
     yield f"**{escape(data.headline)}**"
     yield ""

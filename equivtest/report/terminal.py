@@ -60,12 +60,14 @@ def verdict_screen(data: ReportData) -> RenderableType:
 
 def verdict_line(data: ReportData) -> Text:
     """The verdict in one short line: `✓ EQUIVALENT (exit code 0)`."""
-    return verdict_text(data.word)
+    return verdict_text(data.word, gates=data.gates)
 
 
-def verdict_text(word: Word) -> Text:
-    """The same of a word."""
-    return Text.assemble((f"{words.MARKS[word]} {word.upper()}", _STYLES[word]), f" (exit code {EXIT_CODES[word]})")
+def verdict_text(word: Word, *, gates: bool = True) -> Text:
+    """The same of a word. `gates`: whether a run of this size may decide a merge; green is for what it passes."""
+    said = f"{words.mark(word, gates=gates)} {words.verdict_text(word, gates=gates).upper()}"
+    style = _STYLES[word] if gates or word is not Word.EQUIVALENT else "bold"
+    return Text.assemble((said, style), f" (exit code {EXIT_CODES[word]})")
 
 
 def kill_screen(matrix: KillMatrix) -> RenderableType:

@@ -11,8 +11,14 @@ from equivtest.records import Word
 MARKS: Mapping[Word, str] = {Word.EQUIVALENT: "✓", Word.DIFFERENT: "✗", Word.INCONCLUSIVE: "?", Word.INVALID: "!"}
 """A sign beside each verdict's word; never instead of it."""
 
+NO_MERGE_MARK = "○"
+"""In place of the sign of a pass that carries no merge."""
+
 REJECTED_MARK = "▲"
 """Marks a rejected cell, beside its colour."""
+
+_SMALLEST_P = 1e-300
+"""A smaller p-value is written as below this: near the end of the floats it has no digits left, and 0 is none."""
 
 NOTHING = "-"
 """Shown where a test does not define a value."""
@@ -24,24 +30,24 @@ def control_text(passed: bool | None) -> str:
 
 
 def p_text(p_value: float | None) -> str:
-    """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`; `-` for none."""
+    """A p-value or q-value for reading: `0.0312`, `2.1e-07`, `1`, `< 1e-300`; `-` for none."""
     if p_value is None or pd.isna(p_value):
         return NOTHING
     if p_value >= 0.001:
         return f"{p_value:.3g}"
-    return f"{p_value:.1e}" if p_value > 0 else "0"
+    return f"{p_value:.1e}" if p_value >= _SMALLEST_P else f"< {_SMALLEST_P:.0e}"
 
 
 def p_short(p_value: float) -> str:
-    """A p-value in at most four characters, for a small table cell: `.35`, `.004`, `2e-7`, `1`, `e-12`."""
+    """A p-value in a few characters, for a small table cell: `.35`, `.004`, `2e-7`, `1`, `e-12`, `<e-300`."""
     if p_value >= 0.995:
         return "1"
     if p_value >= 0.095:
         return f"{p_value:.2f}"[1:]
     if p_value >= 0.00095:
         return f"{p_value:.3f}"[1:]
-    if p_value <= 0:
-        return "0"
+    if p_value < _SMALLEST_P:
+        return f"<{_SMALLEST_P:.0e}".replace("1e", "e")
     mantissa, _, exponent = f"{p_value:.0e}".partition("e-")
     return f"{mantissa}e-{int(exponent)}" if int(exponent) < 10 else f"e-{int(exponent)}"
 
@@ -50,6 +56,16 @@ def excess_short(excess: float) -> str:
     """An excess of TV in at most four characters, for a small table cell: `.12`, `-.03`, `0`."""
     text = f"{excess:.2f}".replace("0.", ".", 1)
     return "0" if text in (".00", "-.00") else text
+
+
+def mark(word: Word, *, gates: bool) -> str:
+    """The sign of a verdict. `gates`: whether a run of this size may decide a merge."""
+    return MARKS[word] if gates or word is not Word.EQUIVALENT else NO_MERGE_MARK
+
+
+def verdict_text(word: Word, *, gates: bool) -> str:
+    """The verdict, and that it carries no merge where it does not."""
+    return str(word) if gates or word is not Word.EQUIVALENT else f"{word}, gates nothing"
 
 
 def merge_text(word: Word, *, gates: bool) -> str:

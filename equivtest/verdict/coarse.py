@@ -10,6 +10,7 @@ import numpy.typing as npt
 from equivtest.errors import InvalidSetting
 from equivtest.records import EXIT_CODES, Word
 from equivtest.stats.paired_scores import PairedDifference, SeedInterval, overlap, paired_difference, seed_interval
+from equivtest.verdict.words import p_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ def decide_coarse(off: npt.NDArray[np.float64], on: npt.NDArray[np.float64], mar
         f"{difference.ci_low:+.4f} to {difference.ci_high:+.4f}"
     )
     if difference.ci_low > 0 or difference.ci_high < 0:
-        word, headline = Word.DIFFERENT, f"{said}, which leaves out 0 (p {difference.p_value:.2g})"
+        word, headline = Word.DIFFERENT, f"{said}, which leaves out 0 (p {p_text(difference.p_value)})"
     elif -margin < difference.ci_low and difference.ci_high < margin:
         word, headline = Word.EQUIVALENT, f"{said}, within the margin of {margin:g}"
     else:

@@ -34,7 +34,9 @@ def decide(run: RunFacts, findings: Sequence[Finding], intervals: Sequence[Inter
 
     invalid = [*_missing_rows(run), *map(words.refused, run.refusals), *_missing_findings(run, findings)]
     invalid += [words.reference_failed(f, run.confirm) for f in _standing(judged, Role.REFERENCE, Standing.CONFIRMED)]
-    different = [words.different(f, run) for f in _standing(judged, Role.TEST, Standing.CONFIRMED)]
+    confirmed = _standing(judged, Role.TEST, Standing.CONFIRMED)
+    confirmed.sort(key=lambda f: min(flag.p_value for flag in f.standing_flags(run.confirm)))
+    different = [words.different(f, run) for f in confirmed]
     failed_a_a = _standing(judged, Role.A_A, Standing.CONFIRMED)
     invalid += [words.a_a_failed(f, run, differs=bool(different)) for f in failed_a_a]
     invalid += [words.teeth_missed(config, run, findings) for config in _without_teeth(run, findings)]

@@ -201,6 +201,10 @@ class Finding:
         """Number of flags of stage 1 in one config."""
         return sum(flag.place.config == config for flag in self.flagged)
 
+    def standing_flags(self, confirm: bool) -> tuple[Flag, ...]:
+        """The flags that count: those of stage 2 where it was made and is asked for, else those of stage 1."""
+        return self.flagged if self.confirmation is None or not confirm else self.confirmation.confirmed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:

@@ -58,7 +58,8 @@ class Verdict:
     headline: str
     """One sentence for whoever is on call."""
     reasons: tuple[str, ...]
-    """What is wrong, where, by how much and how sure; then what else is worth knowing."""
+    """What is wrong, where, by how much and how sure, a difference that stands by how sure; then what else is worth
+    knowing."""
     next_steps: tuple[str, ...]
     """What to run or look at next, one line for each kind of problem behind the word; empty where nothing is wrong."""
     gate_of_record: Gate

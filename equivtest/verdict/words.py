@@ -178,7 +178,7 @@ def cleared(finding: Finding) -> str:
         return ""
     return (
         f"{_flagged(finding)} on first look and did not on {stage_2.num_samples:,} fresh samples an arm "
-        f"(smallest adjusted p {_p(stage_2.smallest_p)}, level {stage_2.alpha:g}): chance"
+        f"(smallest adjusted p {p_text(stage_2.smallest_p)}, level {stage_2.alpha:g}): chance"
     )
 
 
@@ -235,13 +235,13 @@ def teeth_line(passed: bool | None, num_rejected: int, num_tests: int, fault: st
 def _stood(finding: Finding, confirm: bool) -> str:
     """A finding whose flags count: how many, how sure and where."""
     stage_2 = finding.confirmation if confirm else None
-    flags = finding.flagged if stage_2 is None else stage_2.confirmed
+    flags = finding.standing_flags(confirm)
     sure = "at a level that holds whenever one looks" if finding.at_once else "on the first look, without confirmation"
     if stage_2 is not None:
         sure = f"again on {stage_2.num_samples:,} fresh samples an arm"
     worst = max(flags, key=lambda flag: abs(flag.effect) - flag.effect_by_chance)
     return (
-        f"{_flagged(finding, len(flags))} {sure} (smallest adjusted p {_p(min(flag.p_value for flag in flags))}); "
+        f"{_flagged(finding, len(flags))} {sure} (smallest adjusted p {p_text(min(flag.p_value for flag in flags))}); "
         f"{_where(flags, worst)}"
     )
 
@@ -298,7 +298,8 @@ def _and(parts: Iterable[str]) -> str:
     return " and ".join(parts)
 
 
-def _p(value: float) -> str:
+def p_text(value: float) -> str:
+    """A p-value in a sentence."""
     if value >= 0.001:
         return f"{value:.3f}"
-    return f"{value:.1e}" if value > 0 else "below 1e-300"  # too small for a float
+    return f"{value:.1e}" if value >= 1e-300 else "below 1e-300"  # too small for a float

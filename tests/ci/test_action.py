@@ -69,15 +69,15 @@ def run_steps(tmp_path: Path, before: str = "", **inputs: str) -> tuple[int, str
     return ended.returncode, log, summary.read_text() if summary.exists() else ""
 
 
-TINY = {"install": "pip", "budget": "smoke", "args": "--model tiny\n--dtype float32\n"}
+TINY = {"install": "pip", "budget": "smoke", "require-budget": "smoke", "args": "--model tiny\n--dtype float32\n"}
 
 
 def test_a_correct_decoder_passes_and_leaves_report_tables_and_summary(tmp_path: Path) -> None:
     """Fixed seeds. On a processor that rounds differently a correct decoder is stopped in well under 1 % of runs."""
     code, log, summary = run_steps(tmp_path, **TINY)
     assert code == 0, log
-    assert "::notice title=equivtest::equivalent" in log
-    assert "EQUIVALENT" in summary.splitlines()[0]
+    assert "::warning title=equivtest::no merge on this" in log
+    assert "○ EQUIVALENT, GATES NOTHING" in summary.splitlines()[0]
     run_dir = tmp_path / "results/equivtest"
     assert {path.name for path in (run_dir / "parquet").iterdir()} == {
         "cells.parquet", "evidence.parquet", "controls.parquet", "samples.parquet", "columns.md",
@@ -126,6 +126,23 @@ def test_a_verdict_of_an_earlier_run_does_not_pass_a_run_that_failed(tmp_path: P
 def test_the_gate_decides_over_a_fresh_verdict(tmp_path: Path, code: int) -> None:
     stub = f'case $1 in run) mkdir -p "$3"; sleep 0.05; echo "{{}}" >"$3/verdict.json" ;; esac; exit {code}'
     assert gate_sh(tmp_path, stub, "run").returncode == code
+
+
+@pytest.mark.parametrize("asked", [None, "smoke"])
+def test_a_pass_of_a_smaller_budget_is_asked_for_and_otherwise_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None
+) -> None:
+    monkeypatch.delenv("REQUIRE_BUDGET", raising=False)
+    if asked:
+        monkeypatch.setenv("REQUIRE_BUDGET", asked)
+    stub = """case $1 in
+        run) mkdir -p "$3"; sleep 0.05; echo "{}" >"$3/verdict.json" ;;
+        gate) echo "$@" ;;
+    esac"""
+    said = gate_sh(tmp_path, stub, "run").stdout
+    assert said == f"gate run --require fingerprint --require budget={asked or 'gate'}\n"
+    inputs = yaml.safe_load((ACTION / "action.yml").read_text())["inputs"]
+    assert inputs["budget"]["default"] == inputs["require-budget"]["default"] == "gate"
 
 
 def test_without_a_folder_it_is_a_usage_error_and_no_difference(tmp_path: Path) -> None:

@@ -235,8 +235,48 @@ def test_in_github_actions_the_gate_writes_the_summary_and_an_annotation(
     _, out, _ = equivtest("gate", results / "bad")
     assert "::error title=equivtest::different" in out
     assert "DIFFERENT" in (tmp_path / "summary").read_text()
-    _, out, _ = equivtest("gate", results / "good")
+
+
+def as_gate_run(results: Path, name: str, folder: Path) -> Path:
+    """A run whose manifest says that it is of budget gate; what its budget is, the manifest alone says."""
+    run_dir = shutil.copytree(results / name, folder / name)
+    manifest = json.loads((run_dir / "manifest.json").read_text())
+    manifest["protocol"]["budget"] = "gate"
+    (run_dir / "manifest.json").write_text(json.dumps(manifest))
+    return run_dir
+
+
+def test_a_pass_of_a_budget_that_carries_no_merge_is_refused_where_one_is_required(
+    equivtest, results: Path, tmp_path: Path
+) -> None:
+    code, out, _ = equivtest("gate", results / "good", "--require", "budget=gate")
+    assert code == 4
+    assert out.splitlines()[-1].endswith("is refused: it is equivalent at budget smoke, and budget gate is required")
+    assert "  next: run it again with --budget gate" in out.splitlines()
+    large = as_gate_run(results, "good", tmp_path)
+    assert equivtest("gate", large, "--require", "budget=gate")[0] == 0
+    assert equivtest("gate", large, "--require", "budget=audit")[0] == 4
+    # Both requirements hold together, and a difference is one at any budget.
+    assert equivtest("gate", results / "good", "--require", "budget=smoke", "--require", "fingerprint")[0] == 0
+    both = ("--require", "budget=smoke", "--require", "fingerprint=" + "0" * 8)
+    assert equivtest("gate", results / "good", *both)[0] == 4
+    assert equivtest("gate", results / "bad", "--require", "budget=gate")[0] == 1
+
+
+def test_a_pass_that_carries_no_merge_warns_and_one_that_does_or_a_difference_does_not(
+    equivtest, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "WARNING: no merge on this: a smoke run sees gross faults only" in equivtest("gate", results / "good")[1]
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    code, out, _ = equivtest("gate", results / "good")
+    assert code == 0
+    assert "::warning title=equivtest::no merge on this: a smoke run sees gross faults only" in out
+    assert "::notice" not in out
+    code, out, _ = equivtest("gate", as_gate_run(results, "good", tmp_path))
+    assert code == 0
     assert "::notice title=equivtest::equivalent" in out
+    assert "no merge on this" not in out
+    assert "no merge on this" not in equivtest("gate", results / "bad")[1]
 
 
 def test_the_gate_refuses_a_run_of_other_code_or_of_another_configuration(
@@ -273,11 +313,14 @@ def test_the_gate_refuses_a_run_of_other_code_or_of_another_configuration(
     assert "is refused" in (tmp_path / "summary").read_text()
 
 
-@pytest.mark.parametrize("require", ["code", "fingerprint=", "fingerprint=12", "fingerprint=xyzxyzxyz"])
+@pytest.mark.parametrize("require", ["code", "fingerprint=", "fingerprint=12", "fingerprint=xyzxyzxyz", "budget"])
 def test_the_gate_requires_nothing_that_it_does_not_know(equivtest, results: Path, require: str) -> None:
     code, _, err = equivtest("gate", results / "good", "--require", require)
     assert code == 2
     assert "must be fingerprint" in err
+    code, _, err = equivtest("gate", results / "good", "--require", "budget=huge")
+    assert code == 2
+    assert "known: audit, gate, smoke" in err
 
 
 def test_help_of_run_is_enough_to_start(equivtest) -> None:
@@ -333,14 +376,14 @@ class TestTerminal:
         first, *lines = ended.stdout.splitlines()
         assert first.startswith("report: "), "a path, which is not cut"
         assert max(map(len, lines)) <= width
-        assert lines[-1].strip() == "✓ EQUIVALENT (exit code 0)"
+        assert lines[-1].strip() == "○ EQUIVALENT, GATES NOTHING (exit code 0)"
         assert "\x1b" not in ended.stdout, "no colour where nobody looks"
 
     def test_a_terminal_has_colour_unless_asked_not_to(self, results: Path) -> None:
         assert "\x1b[" in on_terminal(results / "good", {})
         plain = on_terminal(results / "good", {"NO_COLOR": "1"})
         assert not re.search(r"\x1b\[[0-9;]*3[0-7]", plain)
-        assert plain.rstrip().endswith("EQUIVALENT (exit code 0)") or "EQUIVALENT" in plain.splitlines()[-1]
+        assert "EQUIVALENT" in plain.splitlines()[-1]
 
 
 def on_terminal(run_dir: Path, settings: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from equivtest.cli import stages as module
+from equivtest.cli.progress import listener_for
 from equivtest.cli.stages import Stages
 
 
@@ -35,8 +36,30 @@ def test_what_an_earlier_sitting_did_is_done_but_says_nothing_of_the_rate(monkey
     assert lines_of(50, monkeypatch) == expected
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("sink", "bars"), [(Terminal(), True), (io.StringIO(), False)])
+def test_only_a_terminal_gets_bars_whatever_rich_is_forced_to_take_for_one(sink: io.StringIO, bars: bool) -> None:
+    """FORCE_COLOR, which CI systems set, forces it."""
+    console = Console(file=sink, force_terminal=True, width=100)
+    assert console.is_terminal
+    listener = listener_for(console)
+    listener.start("arm off", 10)
+    for _ in range(5):
+        listener.advance(2)
+    listener.finish()
+    with Stages(console) as stages:
+        stages.stage("train", 10)
+        stages.advance(5, "half of it")
+    assert ("━" in sink.getvalue()) is bars
+    assert ("arm off: 10 of 10 tokens" in sink.getvalue()) is not bars
+
+
 def test_a_terminal_gets_a_bar_that_is_taken_down() -> None:
-    sink = io.StringIO()
+    sink = Terminal()
     with Stages(Console(file=sink, force_terminal=True, width=100)) as stages:
         stages.stage("text", 10)
         stages.advance(5, "half of it")

@@ -2,15 +2,19 @@
 stopped."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from equivtest.cli import main as cli_main
-from equivtest.errors import EngineUnavailable, InvalidSetting, NoSpread
+from equivtest.errors import EngineUnavailable, InvalidSetting, NoSpread, TaskUnavailable
 from equivtest.pipeline.coarse import CoarseOptions, EngineOptions, coarse
 from equivtest.records import Arm, Word
+from equivtest.verdict.coarse import decide_coarse
 from tests.harness.arithmetic_engine import ArithmeticEngine
 
 TASK = """
@@ -60,6 +64,13 @@ def test_a_lower_score_on_the_speculative_path_is_stopped() -> None:
     assert result.ci_high < 0
 
 
+@pytest.mark.parametrize(("num_wrong", "says"), [(1980, "(p 7.4e-06)"), (1, "(p below 1e-300)")])
+def test_a_score_that_changes_everywhere_is_not_said_to_have_probability_nought(num_wrong: int, says: str) -> None:
+    off, on = np.zeros((2000, 3)), np.ones((2000, 3))
+    on[:num_wrong] = 0
+    assert says in decide_coarse(off, on, 0.05).headline
+
+
 def test_few_items_settle_nothing_and_say_how_many_would() -> None:
     result = coarse(options(items=20), engine=ArithmeticEngine())
     assert result.word is Word.INCONCLUSIVE
@@ -99,6 +110,38 @@ def test_what_cannot_be_asked_is_refused() -> None:
         coarse(options(**small), engine=engine)
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("doc_to_text: ", "  doc_to_text: ", "task.yaml, line 6: mapping values are not allowed in this context"),
+        ("{{b}}?", "{{b + }}?", "task.yaml: TemplateSyntaxError: unexpected 'end of print statement'"),
+        ("words.greetings", "words.nothing", "has no function 'nothing'"),
+        ("test_split", "no_such_field", "unexpected keyword argument 'no_such_field'"),
+        ("test_split: test", "test_split: nothing", "task.yaml: KeyError: 'nothing'"),
+        (TASK, "- a list", "Expected YAML dict"),
+    ],
+)
+def test_a_local_task_file_that_is_wrong_is_a_usage_error_that_says_where(
+    tmp_path: Path, monkeypatch, capsys, right: str, wrong: str, says: str
+) -> None:
+    (tmp_path / "words.py").write_text(DATA)
+    (tmp_path / "task.yaml").write_text(TASK.replace(right, wrong))
+    monkeypatch.setattr(sys, "argv", ["equivtest", "lm-eval", "--task", str(tmp_path / "task.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        cli_main.main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "hub" not in error
+
+
+def test_a_local_task_file_whose_data_cannot_be_had_is_no_usage_error(tmp_path: Path) -> None:
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'gone.json'}}}}}"
+    (tmp_path / "task.yaml").write_text(TASK.replace("custom_dataset: !function words.greetings", data))
+    with pytest.raises(TaskUnavailable, match=r"gone\.json"):
+        coarse(options(task=str(tmp_path / "task.yaml")), engine=ArithmeticEngine())
+
+
 def test_without_the_harness_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("equivtest.engines.registry.installed_version", lambda _: None)
     with pytest.raises(EngineUnavailable, match=r"pip install 'equivtest\[lm-eval\]'"):
@@ -113,6 +156,20 @@ def test_the_command_ends_in_the_verdict_with_a_decoder(monkeypatch, capsys) -> 
         cli_main.main()
     assert ended.value.code == 4
     assert "partly right" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "bars"), [({}, False), ({"TQDM_DISABLE": ""}, True)])
+def test_a_log_gets_plain_lines_and_bars_of_the_harness_only_where_they_are_asked_for(asked: dict, bars: bool) -> None:
+    words = "lm-eval --model tiny --items 4 --seeds 2 --dtype float32"
+    env = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "equivtest", *words.split()],
+        env={**env, **asked}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ("\r" in ended.stderr or "it/s" in ended.stderr) is bars
+    for arm in ("off", "on"):
+        assert f"arm {arm}: 112 tokens to collect\n" in ended.stderr
+        assert f"arm {arm}: 112 of 112 tokens" in ended.stderr
 
 
 def test_the_screen_ends_in_the_verdict(monkeypatch, capsys) -> None:

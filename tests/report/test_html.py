@@ -56,9 +56,34 @@ def test_tags_are_balanced_ids_unique_and_headings_in_order(word: Word) -> None:
 
 
 def test_an_equivalent_run_that_is_too_small_to_gate_does_not_say_that_a_change_may_merge() -> None:
-    small = Page(render_html(replace(report_data(**SMALL), gates=False)))
+    small, large = Page(render_html(replace(report_data(**SMALL), gates=False))), Page(small_page())
     assert "May merge." not in small.text
     assert "No merge on this" in small.text
+    assert small.headings[1] == (2, "○ equivalent, gates nothing")
+    banners = [next(v for t, n, v in p.attributes if (t, n) == ("section", "class")) for p in (small, large)]
+    assert banners == ["verdict equivalent small", "verdict equivalent"], "neutral, where the other is green"
+    style = small_page().partition("</style>")[0]
+    assert re.search(r"\.equivalent\.small { --tone: var\(--fg\); --tone-bg: var\(--panel\); }", style)
+
+
+@pytest.mark.parametrize("word", [word for word in Word if word is not Word.EQUIVALENT])
+def test_any_other_verdict_of_a_small_run_stands_as_it_is(word: Word) -> None:
+    small = Page(render_html(replace(report_data(word, **SMALL), gates=False)))
+    assert small.headings[1] == Page(small_page(word)).headings[1]
+    assert "gates nothing" not in small.text
+
+
+def test_the_banner_of_a_difference_shows_its_three_strongest_reasons_and_folds_the_rest() -> None:
+    reasons = tuple(f"reason {number}" for number in range(8))
+    for word, folded in ((Word.DIFFERENT, 5), (Word.INVALID, 0)):
+        text = render_html(replace(report_data(word, **SMALL), reasons=reasons))
+        banner = re.search(r'<section class="verdict.*?</section>', text, re.DOTALL)
+        assert banner is not None
+        open_part, _, rest = banner.group().partition("<details>")
+        assert re.findall(r"<li>(.*?)</li>", open_part) == list(reasons[: 8 - folded])
+        assert re.findall(r"<li>(.*?)</li>", rest) == list(reasons[8 - folded :])
+        assert ("5 more lines" in rest) is bool(folded)
+    assert "<details>" not in small_page(Word.DIFFERENT).partition("</section>")[0], "two reasons need no fold"
 
 
 def test_every_sentence_of_the_diagnosis_names_its_stage() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from equivtest.errors import InvalidSetting
 from equivtest.files import write_whole
 from equivtest.records import EXIT_CODES, Word
 from equivtest.report.data import CELL_COLUMNS, EVIDENCE_COLUMNS, MAY_BE_EMPTY, ReportData
+from equivtest.report.html import render_html
 from equivtest.report.junit import render_junit, write_junit
 from equivtest.report.summary import render_summary, write_summary
 from equivtest.report.tables import write_cells, write_evidence
 from equivtest.report.terminal import verdict_screen
 from equivtest.report.words import interval_text, number_text, p_short, p_text
 from tests.report.make import cells, report_data, with_prompt_id, without_law
+from tests.report.page import Page
 
 SMALL = {"num_prompts": 2, "num_positions": 6}
 
@@ -52,6 +55,11 @@ class TestSummary:
         assert f" {word.upper()}: " in lines[0]
         assert lines[2] == f"**{data.headline}**"
         assert f"Exit code {EXIT_CODES[word]}." in "\n".join(lines)
+
+    def test_a_pass_that_carries_no_merge_has_not_the_sign_of_one_that_does(self) -> None:
+        large, small = report_data(**SMALL), replace(report_data(**SMALL), gates=False)
+        assert render_summary(large).startswith("## ✓ EQUIVALENT: ")
+        assert render_summary(small).startswith("## ○ EQUIVALENT, GATES NOTHING: ")
 
     def test_a_rejected_cell_is_listed_and_a_passing_run_lists_none(self) -> None:
         loud = render_summary(data_with_one_cell(rejected=True, word=Word.DIFFERENT))
@@ -143,6 +151,21 @@ class TestJunit:
         assert "a\ufffdb\ufffd[31m <c> & \ufffd ]]>" in str(case.text)
 
 
+@pytest.mark.parametrize(("p_value", "below_any_float"), [(0.0, True), (3.2e-9, False)])
+def test_a_p_value_below_any_float_is_nowhere_written_as_nought(p_value: float, below_any_float: bool) -> None:
+    data = data_with_one_cell(rejected=True, word=Word.DIFFERENT)
+    smallest = data.cells["p_value"].idxmin()
+    data.cells.loc[smallest, ["p_value", "q_value"]] = p_value
+    line = {**report_data(**SMALL).evidence.iloc[0].to_dict(), "family": "law", "stratum": "on / topp95"}
+    data = replace(data, evidence=pd.DataFrame([{**line, "p_value": p_value, "adjusted_p": p_value}]))
+    page = Page(render_html(data))
+    titles = "; ".join(value for _, name, value in page.attributes if name == "title")
+    for text in (page.text, titles, render_summary(data), render_junit(data), screen(data)):
+        assert ("< 1e-300" in text.replace("\\", "").replace("&lt;", "<")) is below_any_float
+        assert not re.search(r"\b[pq] 0(?![.\d])", text)
+        assert "| 0 | 0 |" not in text
+
+
 class TestTables:
     def test_cells_and_evidence_come_back_as_they_were(self, tmp_path: Path) -> None:
         data = report_data(Word.DIFFERENT, **SMALL)
@@ -188,6 +211,14 @@ class TestTerminal:
         lines = screen(report_data(word, **SMALL), width).rstrip("\n").split("\n")
         assert lines[-1].strip() == f"{'✓✗?!'[list(Word).index(word)]} {word.upper()} (exit code {EXIT_CODES[word]})"
         assert max(map(len, lines)) <= width
+
+    def test_green_is_for_a_pass_that_carries_a_merge(self) -> None:
+        green = "\x1b[1;32m"
+        large, small = report_data(**SMALL), replace(report_data(**SMALL), gates=False)
+        assert f"{green}✓ EQUIVALENT" in screen(large, colour=True).splitlines()[-1]
+        last = screen(small, colour=True).splitlines()[-1]
+        assert "○ EQUIVALENT, GATES NOTHING" in last
+        assert green not in last
 
     def test_it_fits_one_screen(self) -> None:
         assert len(screen(report_data(Word.EQUIVALENT), 100).splitlines()) <= 24
@@ -238,13 +269,15 @@ class TestWords:
             (2.1e-7, "2.1e-07", "2e-7"),
             (9.7e-10, "9.7e-10", "1e-9"),
             (3e-12, "3.0e-12", "e-12"),
-            (0.0, "0", "0"),
+            (1e-300, "1.0e-300", "e-300"),
+            (4e-305, "< 1e-300", "<e-300"),
+            (0.0, "< 1e-300", "<e-300"),
         ],
     )
     def test_p_values_read_well_and_the_short_form_fits_a_cell(self, p_value: float, text: str, short: str) -> None:
         assert p_text(p_value) == text
         assert p_short(p_value) == short
-        assert len(short) <= 5
+        assert len(short) <= 6
 
     def test_numbers_are_grouped_rounded_or_absent(self) -> None:
         assert number_text(65_536) == "65,536"

@@ -261,6 +261,22 @@ def test_another_family_takes_part_without_new_rules():
     assert decide(run_facts(), [*findings(off_biased=()), teeth]).word is Word.EQUIVALENT
 
 
+@pytest.mark.parametrize("confirm", [True, False])
+@pytest.mark.parametrize(("marginal_p", "first"), [(1e-9, "1 of"), (1e-3, "2 of")])
+def test_the_surest_of_several_differences_leads(confirm: bool, marginal_p: float, first: str) -> None:
+    """By the p-values that count: on fresh seeds where flags are confirmed, else on the first look."""
+
+    def found(number: int, p_value: float, family: str):
+        counts, other = flags(number, p_value=p_value), flags(number, p_value=1e-6)
+        stage_2 = confirmation(other, counts) if confirm else None
+        return finding("off_on", other if confirm else counts, family=family, confirmation=stage_2)
+
+    difference = [found(1, marginal_p, "marginal"), found(2, 1e-5, "joint")]
+    verdict = decide(run_facts(confirm=confirm), [*findings()[1:], *difference])
+    assert verdict.reasons[0].startswith(first)
+    assert f"sampled: {first}" in verdict.headline
+
+
 def test_two_findings_of_one_family_and_comparison_are_refused():
     with pytest.raises(InvalidSetting, match="unique"):
         decide(run_facts(), [*findings(), finding("off_on")])

@@ -3,6 +3,7 @@
 #
 #   gate.sh RUN_DIR [OPTION OF equivtest run]...     for instance: gate.sh results/ci --config topp95 --budget gate
 #
+# Only a run of budget gate or above passes; REQUIRE_BUDGET=smoke lets a smoke run pass, which carries no merge.
 # 0 equivalent, 1 different, 2 usage error, 3 inconclusive, 4 invalid. RUN_DIR then holds report.html, summary.md,
 # junit.xml and parquet/. In GitHub Actions the gate also writes the step summary and an annotation.
 set -euo pipefail
@@ -26,4 +27,4 @@ if [ ! "$run_dir/verdict.json" -nt "$before" ]; then
 fi
 # It exits with the verdict, which is the gate's to judge; where it fails it leaves no verdict behind.
 equivtest report "$run_dir" --format parquet >/dev/null || true
-equivtest gate "$run_dir" --require fingerprint
+equivtest gate "$run_dir" --require fingerprint --require budget="${REQUIRE_BUDGET:-gate}"
