@@ -157,6 +157,46 @@ def test_the_key_of_the_cache_holds_no_comma(tmp_path: Path) -> None:
     assert "inputs.args" not in next(line for line in text.splitlines() if line.strip().startswith("key:"))
 
 
+def artifact_name(inputs: dict[str, str], *, job: str, index: int) -> str:
+    """What the runner makes of the name: `inputs.artifact || format('TEMPLATE', CONTEXT...)`."""
+    steps = yaml.safe_load((ACTION / "action.yml").read_text())["runs"]["steps"]
+    (upload,) = (step for step in steps if step.get("uses", "").startswith("actions/upload-artifact"))
+    found = re.fullmatch(r"\$\{\{ inputs\.artifact \|\| format\('([^']*)', (.*)\) \}\}", upload["with"]["name"])
+    assert found is not None
+    contexts = {"github.job": job, "strategy.job-index": index, "inputs.config": inputs["config"]}
+    return inputs["artifact"] or found[1].format(*(contexts[name] for name in found[2].split(", ")))
+
+
+def test_no_two_jobs_of_a_matrix_name_their_artifact_alike_unless_told_to() -> None:
+    declared = yaml.safe_load((ACTION / "action.yml").read_text())["inputs"]
+    inputs = {name: one["default"] for name, one in declared.items()}
+    jobs = [(job, index, config) for job in ("cpu", "gpu") for index in (0, 1) for config in ("topp95", "all")]
+    names = {artifact_name(inputs | {"config": config}, job=job, index=index) for job, index, config in jobs}
+    assert len(names) == len(jobs)
+    assert all(re.fullmatch("equivtest-[a-z0-9-]+", name) for name in names)
+    told = {artifact_name(inputs | {"artifact": "mine"}, job=job, index=index) for job, index, _ in jobs}
+    assert told == {"mine"}
+
+
+def test_models_of_ours_and_of_the_hub_are_kept_where_they_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folders that the programs themselves choose in a home without settings; a token is none of them."""
+    action = yaml.safe_load((ACTION / "action.yml").read_text())
+    (cache,) = (step for step in action["runs"]["steps"] if step.get("uses", "").startswith("actions/cache"))
+    assert cache["with"]["path"] == "${{ inputs.cache }}"
+    kept = {Path(line).expanduser() for line in action["inputs"]["cache"]["default"].split("\n") if line}
+    program = (
+        "from equivtest.decoder.hub import default_cache_dir\n"
+        "from huggingface_hub import constants\n"
+        "print(default_cache_dir(), constants.HF_HUB_CACHE, constants.HF_TOKEN_PATH)"
+    )
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("HF_", "HUGGINGFACE_", "XDG_", "EQUIVTEST_"))}
+    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    ours, hub, token = map(Path, ended.stdout.split())
+    assert any(ours.is_relative_to(folder) for folder in kept)
+    assert hub in kept
+    assert not any(token.is_relative_to(folder) for folder in kept)
+
+
 @pytest.mark.parametrize(
     ("schema", "path"),
     [
