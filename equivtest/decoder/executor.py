@@ -164,7 +164,16 @@ class Executor:
                 table, rows, width=max_draft, need_plain=needs_plain_backend[rows]
             ):
                 index = rounds.run(
-                    table, rows, sequences, kv, scratch, on_device[1:], width=max_draft, index=index, told=told
+                    table,
+                    rows,
+                    sequences,
+                    kv,
+                    scratch,
+                    on_device.params,
+                    on_device.keys,
+                    width=max_draft,
+                    index=index,
+                    told=told,
                 )
             else:
                 on_its_way = int(unread is not None)  # tokens of each row that the table does not hold yet

@@ -80,7 +80,8 @@ class DeviceRounds:
         sequences: Int64Array,  # [B], each holds every committed token but the last
         kv: PagedKVCache,
         scratch: SpecScratch,
-        on_device: tuple[RowParams, Tensor],  # [B] parameters and stream keys
+        params: RowParams,  # [B], on the device
+        keys: Tensor,  # int64 [B], of their streams, on the device
         *,
         width: int,  # most drafts a round
         index: int,  # of the first round's step
@@ -96,24 +97,18 @@ class DeviceRounds:
         batch = kv.extend(sequences, remaining + past_the_end)
         made = self._round_for(len(rows), batch.page_table.shape[1], width, kv, scratch)
         newest = table.token_ids[rows, lengths - 1]
-        made.load(batch.page_table, lengths, table.generated[rows], remaining, newest, *on_device)
+        made.load(batch.page_table, lengths, table.generated[rows], remaining, newest, params, keys)
         read: deque[_Record] = deque()
-        launched = index
-        while True:
-            surely_finished = (table.remaining[rows] <= len(read)).any()  # a round puts out a token at the least
-            if not surely_finished:
+        goes_on = True
+        while goes_on or read:
+            goes_on = bool((table.remaining[rows] > len(read)).all())  # a round puts out a token a row at the least
+            if goes_on:
                 read.append(made.launch())
-                launched += 1
-            if surely_finished or len(read) > ROUNDS_AHEAD:
-                if not read:
-                    break
-                told(read.popleft().commit(table, rows, launched - len(read) - 1))
-                if (table.remaining[rows] <= 0).any():
-                    break
-        while read:
-            told(read.popleft().commit(table, rows, launched - len(read) - 1))
+            if read and (not goes_on or len(read) > ROUNDS_AHEAD):
+                told(read.popleft().commit(table, rows, index))
+                index += 1
         kv.truncate(sequences, table.lengths[rows] - 1)
-        return launched
+        return index
 
     def _round_for(self, batch: int, columns: int, width: int, kv: PagedKVCache, scratch: SpecScratch) -> _Round:
         """Rounds hold the memory of a cache and a scratch: with others they are made anew."""
@@ -187,7 +182,9 @@ class _Round:
         num_sequences, device = len(page_table), page_table.device
         kv_lens = torch.full((num_sequences,), max(rows_each, group), dtype=torch.int32, device=device)
         query_start = torch.arange(num_sequences + 1, dtype=torch.int32, device=device) * rows_each
-        return _with_host(page_table, kv_lens, query_start)
+        columns = page_table, kv_lens, query_start
+        # On a CPU the host's copies are the same memory; a graph is planned once, for nobody's rows.
+        return AttentionBatch(*columns, HostBatch(*(column.cpu().numpy() for column in columns)))
 
     def load(
         self,
@@ -235,10 +232,9 @@ class _Round:
     def _plans(self, *, for_graph: bool) -> tuple[AttentionPlan, AttentionPlan]:
         backend, kv = self._of.backend, self._kv
         self._set_lengths()
-        blocks, text = (_with_host(*batch[:3]) for batch in (self._blocks, self._text))
         return (
-            backend.plan_attention(blocks, self._of.drafter.attention_shape(kv), for_graph=for_graph),
-            backend.plan_attention(text, self._of.model.attention_shape(kv), for_graph=for_graph),
+            backend.plan_attention(self._blocks, self._of.drafter.attention_shape(kv), for_graph=for_graph),
+            backend.plan_attention(self._text, self._of.model.attention_shape(kv), for_graph=for_graph),
         )
 
     def _set_lengths(self) -> None:
@@ -292,8 +288,3 @@ class _Round:
 
 _GREEDY = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32))
 """Parameters of nobody's rows, in the order of RowParams."""
-
-
-def _with_host(page_table: Tensor, kv_lens: Tensor, query_start: Tensor) -> AttentionBatch:
-    columns = page_table, kv_lens, query_start
-    return AttentionBatch(*columns, HostBatch(*(column.cpu().numpy() for column in columns)))
