@@ -20,7 +20,7 @@ SHIPPED = {"addition": Path(__file__).parent / "addition.yaml"}
 """Tasks inside this package, by name."""
 
 _FEWSHOT_SEED = 1234
-_DATA_PACKAGES = frozenset({"datasets", "httpx", "huggingface_hub", "requests"})
+_DATA_PACKAGES = frozenset({"datasets", "httpx", "httpx2", "huggingface_hub", "requests"})
 """Whose errors are about a task's data, where they are no OSError."""
 
 

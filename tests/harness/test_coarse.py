@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -139,6 +140,20 @@ def test_a_local_task_file_whose_data_cannot_be_had_is_no_usage_error(tmp_path: 
     data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'gone.json'}}}}}"
     (tmp_path / "task.yaml").write_text(TASK.replace("custom_dataset: !function words.greetings", data))
     with pytest.raises(TaskUnavailable, match=r"gone\.json"):
+        coarse(options(task=str(tmp_path / "task.yaml")), engine=ArithmeticEngine())
+
+
+def test_a_local_task_file_whose_data_is_out_of_reach_is_no_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's client raises errors of its HTTP package, which are no OSError."""
+
+    def unreachable(*_: object) -> None:
+        raise httpx2.ConnectError("no route to the hub")
+
+    monkeypatch.setattr("equivtest.harness.tasks.TaskManager.load", unreachable)
+    (tmp_path / "task.yaml").write_text(TASK)
+    with pytest.raises(TaskUnavailable, match="no route to the hub"):
         coarse(options(task=str(tmp_path / "task.yaml")), engine=ArithmeticEngine())
 
 
