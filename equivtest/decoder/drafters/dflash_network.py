@@ -30,7 +30,7 @@ from equivtest.decoder.config import ModelConfig, config_from_hf
 from equivtest.decoder.drafters.dflash_layers import Layer, MarkovHead, RMSNorm
 from equivtest.decoder.weights import load_weights, read_json
 from equivtest.errors import ModelUnavailable, UnsupportedModel
-from equivtest.kernels.markov import markov_drafts
+from equivtest.kernels.registry import get_backend
 
 MAX_FILE_BYTES = 16_000_000
 """Most bytes of weights in one file."""
@@ -270,7 +270,8 @@ class DFlashNetwork(nn.Module):
         logits = hidden.to(head.dtype) @ head.T
         if self.markov_head is None or successors is None:
             return logits.argmax(dim=-1)
-        return markov_drafts(logits, self.markov_head.gates(hidden), anchor_ids, successors, head)
+        layers = get_backend("reference").layers
+        return layers.markov_drafts(logits, self.markov_head.gates(hidden), anchor_ids, successors, head)
 
     def block_token_ids(self, anchors: Tensor) -> Tensor:
         """[..., block_size]: each anchor (int64 [...]) and mask tokens."""
