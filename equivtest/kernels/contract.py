@@ -376,3 +376,18 @@ class LayerOps(Protocol):
         Returns queries [num_rows, num_heads, head_dim].
         """
         ...
+
+    def markov_drafts(
+        self,
+        logits: Tensor,  # [B, K, vocab_size], what `head` made of each place's hidden state
+        gates: Tensor,  # [B, K, hidden_size], in 0..1
+        anchors: Tensor,  # int64 [B], the tokens before the first place
+        successors: Tensor,  # [vocab_size, hidden_size], what a token says of the one after it
+        head: Tensor,  # [vocab_size, hidden_size], the head's weight as it was before `linear`
+    ) -> Tensor:
+        """Fill places in turn, each with the likeliest token behind the one before: of a few tokens v, the best of each
+        stripe (see markov.py), the one with the largest logit + head[v] . (gate * successors[previous]), in float32.
+
+        Returns int64 [B, K].
+        """
+        ...

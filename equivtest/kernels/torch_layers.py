@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from equivtest.kernels.linear import Linear
+from equivtest.kernels.markov import markov_drafts
 
 
 class NormedLinear(NamedTuple):
@@ -72,6 +73,9 @@ class TorchLayers:
         rows.index_copy_(0, key_rows, rotated[:, num_heads:])
         rows.index_copy_(0, key_rows + page_size, value)
         return rotated[:, :num_heads].contiguous()
+
+    def markov_drafts(self, logits: Tensor, gates: Tensor, anchors: Tensor, successors: Tensor, head: Tensor) -> Tensor:
+        return markov_drafts(logits, gates, anchors, successors, head)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

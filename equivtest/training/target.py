@@ -61,6 +61,10 @@ class Target:
         embedded = self.model.embed(token_ids.flatten()).float()
         return embedded.view(*token_ids.shape, -1)
 
+    def embedding(self) -> Tensor:
+        """float32 [vocab_size, hidden_size]."""
+        return self.embed(torch.arange(self.config.vocab_size, device=self.device))
+
     def features_and_labels(self, token_ids: Tensor) -> tuple[Tensor, Labels]:
         """Outputs of the layers for texts int64 [num_texts, text_length]: [num_texts, text_length, feature_size] in the
         model's dtype; and the law of every next token."""

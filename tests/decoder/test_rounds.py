@@ -35,7 +35,7 @@ def requests(*kinds: SamplingParams) -> list[Request]:
 
 
 def executor(backend: Any, *, max_position: int = 128, **settings: Any) -> Executor:
-    block = {key: settings.pop(key) for key in ("anchor_first", "block_size") if key in settings}
+    block = {key: settings.pop(key) for key in ("anchor_first", "block_size", "markov_head") if key in settings}
     target = tiny_model(backend=backend, max_position=max_position)
     settings = {"max_batch": 7, "max_draft": 3} | settings
     return build(backend, model=target, replace_drafter=dflash_drafter(target, **block), **settings)
@@ -75,6 +75,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         {"max_batch": 1},
         {"max_draft": 8},
         {"max_draft": 8, "anchor_first": True},
+        {"max_draft": 4, "markov_head": True},
         {"block_size": 20, "max_draft": 1},
     ],
     ids=str,

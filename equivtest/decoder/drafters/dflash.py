@@ -11,13 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from equivtest.decoder.drafters.base import StatelessDrafter
+from equivtest.decoder.drafters.dflash_layers import MarkovHead
 from equivtest.decoder.drafters.dflash_network import DFlashConfig
 from equivtest.decoder.graphs import MAX_GRAPH_ROWS, GraphCache, GraphInputs, GraphShape
 from equivtest.decoder.kv_cache import PagedKVCache, RaggedBatch
@@ -49,7 +50,8 @@ class DFlashCheckpoint(NamedTuple):
 
 
 class DFlashDrafter(StatelessDrafter):
-    """Fills a block behind each row's newest token and offers its first drafts, each the likeliest token of its place.
+    """Fills a block behind each row's newest token and offers its first drafts, each the likeliest token of its place
+    or, with a Markov head, of its place behind the draft before it.
 
     The whole block is run however few drafts are asked for: the network knows no other.
     """
@@ -75,6 +77,7 @@ class DFlashDrafter(StatelessDrafter):
             "block_size": config.block_size,
             "target_layer_ids": list(config.target_layer_ids),
             "anchor_first": config.anchor_first,
+            "markov_head": config.markov_head,
         }
 
     def propose(self, step: StepInput) -> Drafts:
@@ -118,6 +121,7 @@ class BlockNetwork:
             key, value = (taker.take(f"{prefix}.{name}_proj.weight", (kv_heads * dim, size)) for name in "kv")
             key_norm = taker.take(f"{prefix}.k_norm.weight", (dim,)).repeat(kv_heads, 1)
             self._context_layers.append((ops.linear(torch.cat((key, value)), context_norm), key_norm))
+        self._markov = _MarkovTable.of(block, taker, target) if block.markov_head else None
         taker.finish()
         graphs = self.device.type == "cuda" and self.backend.capabilities.graphs
         self._graphs = GraphCache(self) if graphs else None
@@ -188,7 +192,37 @@ class BlockNetwork:
         blocks = ops.rows(hidden).view(-1, self.block.block_size, self.block.hidden_size)
         predicting = blocks.narrow(1, self.block.first_draft_row, width).flatten(0, 1)
         normed = ops.rms_norm(ops.residual(predicting), self._norm, self.config.rms_norm_eps)
-        return self._target.logits(normed).argmax(dim=-1).view(-1, width)
+        logits = self._target.logits(normed).view(-1, width, self.block.vocab_size)
+        if self._markov is None:
+            return logits.argmax(dim=-1)
+        gates = ops.head(normed, self._markov.gate).sigmoid_().view(-1, width, self.block.hidden_size)
+        anchors = token_ids.view(-1, self.block.block_size)[:, 0]
+        return ops.markov_drafts(logits, gates, anchors, self._markov.successors, self._target.head_weight)
+
+
+class _MarkovTable(NamedTuple):
+    """A `MarkovHead` laid out for decoding."""
+
+    gate: Any
+    """As `LayerOps.linear` made it."""
+    successors: Tensor
+    """[vocab_size, hidden_size], of every token."""
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, block: DFlashConfig, taker: WeightTaker, target: Model) -> _MarkovTable:
+        head, size, device = MarkovHead(block.hidden_size, block.rms_norm_eps), block.hidden_size, target.device
+        names = [name for name, _ in head.named_parameters()]
+        weights = {name: taker.take(f"markov_head.{name}", tuple(head.state_dict()[name].shape)) for name in names}
+        head.load_state_dict(weights)
+        head.to(device, target.dtype)
+        tokens = torch.arange(block.vocab_size, device=device)
+        rows = [head.successors(target.embed(part)) for part in torch.split(tokens, _TABLE_ROWS)]
+        return cls(target.backend.layers.linear(weights["gate_proj.weight"]), torch.cat(rows).view(-1, size))
+
+
+_TABLE_ROWS = 8192
+"""Tokens of the table made at a time: bounds the memory, not the result."""
 
 
 def each_row_by_itself(batch: RaggedBatch) -> RaggedBatch:
