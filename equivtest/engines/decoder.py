@@ -141,6 +141,11 @@ class DecoderEngine:
         return cls(executor, checkpoint, description, notes)
 
     @property
+    def executor(self) -> Executor:
+        """What runs the requests."""
+        return self._executor
+
+    @property
     def model(self) -> Model:
         """What decodes."""
         return self._executor.model
