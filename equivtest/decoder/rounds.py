@@ -32,6 +32,7 @@ from equivtest.kernels.contract import (
     AcceptanceRule,
     AttentionBatch,
     AttentionPlan,
+    BlockDrafts,
     FusedBackend,
     HostBatch,
     KernelBackend,
@@ -58,6 +59,7 @@ class DeviceRounds:
         self._rounds: dict[tuple[int, int, int], Round] = {}
         self._memory: tuple[PagedKVCache, SpecScratch] | None = None
         self._pool: Any = None
+        self._draft_probs: Tensor | None = None
 
     @classmethod
     def of(cls, model: Model, backend: Any, drafter: Drafter | None, rule: str) -> DeviceRounds | None:
@@ -66,6 +68,16 @@ class DeviceRounds:
         if network is None or not cls.served_by(backend):
             return None
         return cls(model, backend, network, cast("AcceptanceRule", rule))
+
+    def draft_probs(self, batch: int, width: int, scratch: SpecScratch) -> Tensor | None:
+        """[batch, width, vocab_size] of zeros, which all rounds share and leave as they found it. None: drafts are
+        sure."""
+        if not self.drafter.draws:
+            return None
+        if self._draft_probs is None:
+            size = scratch.max_batch * scratch.max_draft * scratch.vocab_size
+            self._draft_probs = torch.zeros(size, dtype=scratch.target_probs.dtype, device=self.model.device)
+        return self._draft_probs[: batch * width * scratch.vocab_size].view(batch, width, -1)
 
     @staticmethod
     def served_by(backend: KernelBackend) -> bool:
@@ -139,7 +151,7 @@ class DeviceRounds:
         """Rounds hold the memory of a cache and a scratch: with others they are made anew."""
         if self._memory is None or self._memory[0] is not kv or self._memory[1] is not scratch:
             self._rounds.clear()
-            self._memory = kv, scratch
+            self._memory, self._draft_probs = (kv, scratch), None
             self._pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
         shape = min(rounded_up(batch), scratch.max_batch), 1 << (columns - 1).bit_length(), width
         made = self._rounds.pop(shape, None)
@@ -198,6 +210,8 @@ class Round:
         # Nobody's rows: one token on the spare page, nothing to generate.
         self._lengths, self._generated, self._remaining, self._newest = int64(1), int64(0), int64(0), int64(0)
         self._keys = int64(0)
+        self._streams = Streams(self._keys, self._generated)
+        self._draft_probs = of.draft_probs(batch, width, scratch)
         self._params = RowParams(*(torch.full((batch,), value, dtype=dtype, device=device) for value, dtype in _GREEDY))
         self._table = torch.full((batch, columns), kv.spare_page, dtype=torch.int32, device=device)
         self._row_start = torch.arange(batch, dtype=torch.int32, device=device) * (width + 1)
@@ -295,7 +309,7 @@ class Round:
         counts = self._commit(accepted)
         told = torch.stack([accepted.emitted.long(), num_draft.long(), counts], dim=1)
         assert accepted.refusal is not None  # of a fused backend
-        rows = torch.cat([accepted.output_token_ids, drafts, told], dim=1)
+        rows = torch.cat([accepted.output_token_ids, drafts.token_ids, told], dim=1)
         return torch.cat([rows.view(-1), accepted.refusal.view(torch.int64)])
 
     def lay_out(self) -> Places:
@@ -305,39 +319,41 @@ class Round:
         pages = self._table.gather(1, positions // kv.page_size)
         return Places(pages * kv.page_size + positions % kv.page_size, positions)
 
-    def draft(self, places: Places, plan: AttentionPlan) -> Tensor:
-        """int64 [N, width]."""
+    def draft(self, places: Places, plan: AttentionPlan) -> BlockDrafts:
+        """`width` drafts for each of the N requests."""
         drafter = self._of.drafter
         slots, positions = (column[:, : drafter.block_size].reshape(-1) for column in places)
         fed = drafter.block_token_ids(self._newest).view(-1)
-        return drafter.draft_rows(fed, slots, positions, plan, self._kv, self._width)
+        return drafter.draft_rows(fed, slots, positions, plan, self._kv, self._width, self._params, self._streams)
 
-    def verify(self, places: Places, drafts: Tensor, plan: AttentionPlan) -> Tensor:
+    def verify(self, places: Places, drafts: BlockDrafts, plan: AttentionPlan) -> Tensor:
         """Logits [N * (width + 1), vocab_size]."""
         model = self._of.model
         slots, positions = (column[:, : self._width + 1] for column in places)
         # Rows past a request's last draft may stand past the model's longest text.
         positions = positions.clamp(max=model.config.max_position - 1).reshape(-1)
-        token_ids = torch.cat([self._newest[:, None], drafts], dim=1).view(-1)
+        token_ids = torch.cat([self._newest[:, None], drafts.token_ids], dim=1).view(-1)
         hidden = model.layers_forward(
             token_ids, slots.reshape(-1), positions, plan, self._kv, follower=self._of.drafter
         )
         return model.head(hidden)
 
-    def accept(self, drafts: Tensor, logits: Tensor) -> tuple[Tensor, SpecAccept]:
+    def accept(self, drafts: BlockDrafts, logits: Tensor) -> tuple[Tensor, SpecAccept]:
         """How many drafts each request is offered, int32 [N], and what becomes of them."""
         num_draft = (self._remaining - 1).clamp(0, self._width).int()
         accepted = self._of.backend.accept_logits(
             logits,
             self._row_start,
             self._params,
-            drafts,
+            drafts.token_ids,
             num_draft,
-            None,
-            Streams(self._keys, self._generated),
+            None if self._draft_probs is None else drafts.dense(self._draft_probs),
+            self._streams,
             rule=self._of.rule,
             scratch=self._scratch,
         )
+        if self._draft_probs is not None and drafts.candidates is not None:
+            self._draft_probs.scatter_(2, drafts.candidates, 0.0)  # zeros again for the next round
         return num_draft, accepted
 
     def _commit(self, accepted: SpecAccept) -> Tensor:

@@ -267,11 +267,13 @@ class DFlashNetwork(nn.Module):
         hidden: [N, K, hidden_size] of `forward`'s rows that predict drafts. anchor_ids: int64 [N]. head: the target's,
         [vocab_size, hidden_size].
         """
-        logits = hidden.to(head.dtype) @ head.T
         if self.markov_head is None or successors is None:
-            return logits.argmax(dim=-1)
-        layers = get_backend("reference").layers
-        return layers.markov_drafts(logits, self.markov_head.gates(hidden), anchor_ids, successors, head)
+            return (hidden.to(head.dtype) @ head.T).argmax(dim=-1)
+        gates = self.markov_head.gates(hidden)
+        fed = hidden.clone()
+        fed[:, 0] += gates[:, 0] * successors[anchor_ids]
+        logits = fed.to(head.dtype) @ head.T
+        return get_backend("reference").layers.markov_drafts(logits, gates, successors, head).token_ids
 
     def block_token_ids(self, anchors: Tensor) -> Tensor:
         """[..., block_size]: each anchor (int64 [...]) and mask tokens."""
