@@ -223,12 +223,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = threadIdx.x; i < vocab_size; i += kThreads) target[i] = weight(to_float(row[i])) * scale;
 }
 
-// The tokens of each request: the drafts before the first rejection, what that row drew, -1 after it.
+// The tokens of each request: the drafts before the first rejection, what that row drew, -1 after it. A thread a place:
+// reading one's neighbours again costs less than waiting for them in turn.
 __global__ void combine(const int64_t* draft_token_ids, const int* num_draft, RowResults results, int batch,
                         int max_draft, int64_t* output_token_ids, int* emitted, int* telemetry, double* refusal) {
+  allow_next_launch();
   wait_for_previous();
-  const int request = blockIdx.x * blockDim.x + threadIdx.x;
-  if (request == 0 && refusal != nullptr) {
+  const int64_t place = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (place == 0 && refusal != nullptr) {
     const unsigned long long bits = *results.refusal;
     const bool refused = bits != ~0ull;
     refusal[0] = refused ? static_cast<double>(bits >> 32 & 0xff) : 0.0;
@@ -236,21 +238,21 @@ __global__ void combine(const int64_t* draft_token_ids, const int* num_draft, Ro
     refusal[2] = refused ? static_cast<double>(__uint_as_float(static_cast<uint32_t>(bits))) : 0.0;
     *results.refusal = ~0ull;
   }
+  const int64_t request = place / (max_draft + 1);
   if (request >= batch) return;
+  const int slot = static_cast<int>(place % (max_draft + 1));
+  const int64_t drawn = results.tokens[place];
+  const int64_t draft = slot < max_draft ? draft_token_ids[request * max_draft + slot] : -1;
   const int count = max(0, min(num_draft ? num_draft[request] : 0, max_draft));
-  const int64_t first = static_cast<int64_t>(request) * (max_draft + 1);
   int prefix = 0, kept = 0;
-  for (int slot = 0; slot < count; ++slot) {
-    const int accepts = results.accepts[first + slot];
-    if (prefix == slot) prefix += accepts;
+#pragma unroll 8
+  for (int i = 0; i < count; ++i) {
+    const int accepts = results.accepts[place - slot + i];
+    if (prefix == i) prefix += accepts;
     kept += accepts;
   }
-  for (int slot = 0; slot <= max_draft; ++slot) {
-    output_token_ids[first + slot] = slot < prefix    ? draft_token_ids[static_cast<int64_t>(request) * max_draft + slot]
-                                     : slot == prefix ? results.tokens[first + slot]
-                                                      : -1;
-  }
-  emitted[request] = prefix, telemetry[request] = kept;
+  output_token_ids[place] = slot < prefix ? draft : slot == prefix ? drawn : -1;
+  if (slot == 0) emitted[request] = prefix, telemetry[request] = kept;
 }
 
 const char* last_error() {
@@ -287,7 +289,8 @@ const char* launch_law(const void* logits, const Laws& laws, int64_t vocab_size,
 const char* launch_combine(const int64_t* drafts, const int* num_draft, const RowResults& results, int64_t batch,
                            int64_t max_draft, int64_t* output, int* emitted, int* telemetry, double* refusal,
                            cudaStream_t stream) {
-  return launch(combine, static_cast<unsigned>((batch + 127) / 128), 128, 0, stream, drafts, num_draft, results,
+  const int64_t places = batch * (max_draft + 1);
+  return launch(combine, static_cast<unsigned>((places + 127) / 128), 128, 0, stream, drafts, num_draft, results,
                 static_cast<int>(batch), static_cast<int>(max_draft), output, emitted, telemetry, refusal);
 }
 
