@@ -32,22 +32,44 @@ inline bool can_overlap() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
 }
 
-// Launches on the stream. Null, or what CUDA says is wrong.
+// Multiprocessors of the device; 1 where it does not say.
+inline int num_processors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  return count;
+}
+
+// Launches on the stream, `cluster` blocks of the grid together (1, or sm_90 and later). Null, or what CUDA says is wrong.
 template <class... Params, class... Args>
-const char* launch(void (*kernel)(Params...), dim3 grid, unsigned threads, size_t shared_bytes, void* stream,
-                   Args... args) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+const char* launch_clusters(void (*kernel)(Params...), dim3 grid, unsigned cluster, unsigned threads,
+                            size_t shared_bytes, void* stream, Args... args) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &overlap;
-  config.numAttrs = can_overlap() ? 1 : 0;
+  config.attrs = attributes;
+  if (can_overlap()) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = cluster;
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
+  }
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <class... Params, class... Args>
+const char* launch(void (*kernel)(Params...), dim3 grid, unsigned threads, size_t shared_bytes, void* stream,
+                   Args... args) {
+  return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, args...);
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }

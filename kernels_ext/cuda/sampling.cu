@@ -1,9 +1,12 @@
-// The sampling ops: a block a row decides and draws all that the row may be asked for, and a second, tiny kernel puts
-// the rows of each request together.
+// The sampling ops: a block a row decides and draws all that the row may be asked for, where few rows leave
+// multiprocessors idle with the help of others, and a second, tiny kernel puts the rows of each request together.
 //
 // Every coin depends on (stream, position, purpose) alone, so a row need not wait for the ones before it: it accepts
 // its draft or not, and where its own coin rejects it draws the recovered token that is put out if no earlier row
 // rejects. Source of the chain rule: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
+#include <algorithm>
+#include <cstdlib>
+
 #include "sampling.cuh"
 
 namespace equivtest::cuda {
@@ -39,16 +42,44 @@ struct RowResults {
   unsigned long long* refusal;
 };
 
-// Decides about one row. All threads of the block call it together.
+// What is asked of one row. Read in one go and early: each of these would be waited for in turn otherwise.
+struct Question {
+  int64_t request, place, key, position;
+  int64_t draft;  // -1: none
+  int slot, num_draft;
+
+  __device__ Question(const Requests& requests, unsigned place)
+      : request(place / (requests.max_draft + 1)),
+        place(place),
+        key(requests.keys[request]),
+        position(requests.positions[request]),
+        draft(-1),
+        slot(place % (requests.max_draft + 1)),
+        num_draft(requests.num_draft ? requests.num_draft[request] : 0) {
+    if (slot < requests.max_draft && requests.draft_token_ids) {
+      draft = requests.draft_token_ids[request * requests.max_draft + slot];
+    }
+    position += slot;
+  }
+
+  // Drafts of the request; what is out of range is refused elsewhere.
+  __device__ int count(const Requests& requests) const { return max(0, min(num_draft, requests.max_draft)); }
+};
+
+__device__ void toss_coins(const Question& question, Shared& shared) {
+  if (threadIdx.x < 8) {
+    shared.coins[threadIdx.x] = uniform(question.key, question.position, static_cast<Purpose>(threadIdx.x));
+  }
+}
+
+// Decides about one row, whose coins are tossed. All threads of the block call it together.
 template <class T, class Weight>
-__device__ void judge(const Items<T>& items, const Weight& weight, const T* row, int vocab_size, int64_t request,
-                      int slot, int64_t named_row, const Requests& requests, const RowResults& results,
+__device__ void judge(const Items<T>& items, const Weight& weight, const T* row, int vocab_size,
+                      const Question& question, int64_t named_row, const Requests& requests, const RowResults& results,
                       Shared& shared) {
-  const int num_draft = max(0, min(requests.num_draft ? requests.num_draft[request] : 0, requests.max_draft));
-  const int64_t place = request * (requests.max_draft + 1) + slot;
-  const int64_t key = requests.keys[request], position = requests.positions[request] + slot;
+  const int num_draft = question.count(requests), slot = question.slot;
+  const int64_t request = question.request, place = question.place, draft = question.draft;
   const bool has_draft = slot < num_draft;
-  const int64_t draft = has_draft ? requests.draft_token_ids[request * requests.max_draft + slot] : -1;
   if (has_draft && (draft < 0 || draft >= vocab_size)) {
     if (threadIdx.x == 0) {
       refuse(results.refusal, named_row, kBadDraftId, static_cast<float>(draft));
@@ -56,8 +87,6 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
     }
     return;
   }
-  if (threadIdx.x < 8) shared.coins[threadIdx.x] = uniform(key, position, static_cast<Purpose>(threadIdx.x));
-  __syncthreads();
   const auto coin = [&](Purpose purpose) { return shared.coins[static_cast<int>(purpose)]; };
   auto of = [&](int i) { return static_cast<double>(weight(items.x(i))); };
   int64_t token = -1;
@@ -106,73 +135,77 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
   }
 }
 
+// `cluster_size` blocks a row, the first of which decides.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     judge_logits(const T* logits, int64_t num_rows, const int* row_start, Laws laws, int vocab_size,
-                 Requests requests, RowResults results) {
+                 Requests requests, RowResults results, int cluster_size) {
   extern __shared__ char memory[];
   __shared__ Shared shared;
   allow_next_launch();
   wait_for_previous();
-  const int64_t request = blockIdx.x / (requests.max_draft + 1);
-  const int slot = blockIdx.x % (requests.max_draft + 1);
-  const int num_draft = requests.num_draft[request];
-  if (slot > max(0, min(num_draft, requests.max_draft))) return;
-  const int64_t index = static_cast<int64_t>(row_start[request]) + slot;
-  const bool counts = num_draft >= 0 && num_draft <= requests.max_draft;
+  const Cluster cluster{static_cast<int>(blockIdx.x % cluster_size), cluster_size};
+  const Question question(requests, blockIdx.x / cluster_size);
+  const int first_row = row_start[question.request];
+  const RowLaw law = laws.at(question.request);
+  if (question.slot > question.count(requests)) return;
+  const int64_t index = static_cast<int64_t>(first_row) + question.slot;
+  const bool counts = question.num_draft >= 0 && question.num_draft <= requests.max_draft;
+  const bool is_first = cluster.rank == 0 && threadIdx.x == 0;
   if (!counts || index < 0 || index >= num_rows) {
-    if (threadIdx.x == 0) {
-      refuse(results.refusal, request, kBadRows, static_cast<float>(counts ? row_start[request] : num_draft));
-      results.tokens[blockIdx.x] = 0, results.accepts[blockIdx.x] = 0;
+    if (is_first) {
+      refuse(results.refusal, question.request, kBadRows, static_cast<float>(counts ? first_row : question.num_draft));
+      results.tokens[question.place] = 0, results.accepts[question.place] = 0;
     }
     return;
   }
   const T* row = logits + index * vocab_size;
   float* gathered_x = reinterpret_cast<float*>(memory);
-  LogitRow<T> law_row(row, vocab_size, shared, gathered_x, reinterpret_cast<int*>(gathered_x + kCapacity));
-  const RowLaw law = laws.at(request);
+  LogitRow<T> law_row(row, vocab_size, cluster, shared, gathered_x, reinterpret_cast<int*>(gathered_x + kCapacity));
+  toss_coins(question, shared);  // while the row is on its way
   float value = law.temperature;
   const Problem problem = law.is_valid() ? law_row.read(law, &value) : kBadParams;
+  if (cluster.rank != 0) return;
   if (problem != kNoProblem) {
-    if (threadIdx.x == 0) {
+    if (is_first) {
       refuse(results.refusal, index, problem, value);
-      results.tokens[blockIdx.x] = 0, results.accepts[blockIdx.x] = 0;
+      results.tokens[question.place] = 0, results.accepts[question.place] = 0;
     }
     return;
   }
   if (law.temperature == 0) {  // greedy: a point mass, one item of weight 1
     __shared__ float x;
     __shared__ int id;
-    if (threadIdx.x == 0) x = law_row.weight().max, id = law_row.best_id();
+    const int best = law_row.best_id();
+    if (threadIdx.x == 0) x = law_row.weight().max, id = best;
     __syncthreads();
     struct Point {
       int64_t draft, best;
       __device__ float operator()(float) const { return 1.0f; }
       __device__ float probability(float) const { return draft == best ? 1.0f : 0.0f; }
     };
-    const int64_t draft = slot < num_draft
-                              ? requests.draft_token_ids[request * requests.max_draft + slot]
-                              : law_row.best_id();
+    const int64_t draft = question.slot < question.num_draft ? question.draft : best;
     const Items<T> one{row, &x, &id, 1, false};
     // A recovered token with a real q: the residual of a point mass is at the best token or nowhere.
     Requests sure = requests;
-    if (draft != law_row.best_id()) sure.draft_probs = nullptr;
-    judge(one, Point{draft, law_row.best_id()}, row, vocab_size, request, slot, index, sure, results, shared);
+    if (draft != best) sure.draft_probs = nullptr;
+    judge(one, Point{draft, best}, row, vocab_size, question, index, sure, results, shared);
     return;
   }
   law_row.filter(law);
-  judge(law_row.items(), law_row.weight(), row, vocab_size, request, slot, index, requests, results, shared);
+  judge(law_row.items(), law_row.weight(), row, vocab_size, question, index, requests, results, shared);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     judge_probs(const float* target_probs, int vocab_size, Requests requests, RowResults results) {
   __shared__ Shared shared;
-  const int64_t request = blockIdx.x / (requests.max_draft + 1);
-  const int slot = blockIdx.x % (requests.max_draft + 1);
-  if (requests.num_draft && slot > max(0, min(requests.num_draft[request], requests.max_draft))) return;
+  const Question question(requests, blockIdx.x);
+  if (requests.num_draft && question.slot > question.count(requests)) return;
+  toss_coins(question, shared);
+  __syncthreads();
   const float* row = target_probs + static_cast<int64_t>(blockIdx.x) * vocab_size;
   const Items<float> items{row, nullptr, nullptr, vocab_size, true};
-  judge(items, PlainWeight{}, row, vocab_size, request, slot, request, requests, results, shared);
+  judge(items, PlainWeight{}, row, vocab_size, question, question.request, requests, results, shared);
 }
 
 // Refuses the row that a request draws from, the first that its coins reject or its last one, where that does not hold
@@ -204,7 +237,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t index = blockIdx.x;
   const T* row = logits + index * vocab_size;
   float* gathered_x = reinterpret_cast<float*>(memory);
-  LogitRow<T> law_row(row, vocab_size, shared, gathered_x, reinterpret_cast<int*>(gathered_x + kCapacity));
+  LogitRow<T> law_row(row, vocab_size, Cluster{0, 1}, shared, gathered_x,
+                      reinterpret_cast<int*>(gathered_x + kCapacity));
   const RowLaw law = laws.at(index);
   float value;
   const Problem problem = law_row.read(law, &value);
@@ -214,7 +248,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   float* target = out + (out_rows ? out_rows[index] : index) * vocab_size;
   if (law.temperature == 0) {
-    for (int i = threadIdx.x; i < vocab_size; i += kThreads) target[i] = i == law_row.best_id() ? 1.0f : 0.0f;
+    const int best = law_row.best_id();
+    for (int i = threadIdx.x; i < vocab_size; i += kThreads) target[i] = i == best ? 1.0f : 0.0f;
     return;
   }
   law_row.filter(law);
@@ -229,7 +264,7 @@ __global__ void combine(const int64_t* draft_token_ids, const int* num_draft, Ro
                         int max_draft, int64_t* output_token_ids, int* emitted, int* telemetry, double* refusal) {
   allow_next_launch();
   wait_for_previous();
-  const int64_t place = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  const unsigned place = blockIdx.x * blockDim.x + threadIdx.x;
   if (place == 0 && refusal != nullptr) {
     const unsigned long long bits = *results.refusal;
     const bool refused = bits != ~0ull;
@@ -240,7 +275,7 @@ __global__ void combine(const int64_t* draft_token_ids, const int* num_draft, Ro
   }
   const int64_t request = place / (max_draft + 1);
   if (request >= batch) return;
-  const int slot = static_cast<int>(place % (max_draft + 1));
+  const int slot = place % (max_draft + 1);
   const int64_t drawn = results.tokens[place];
   const int64_t draft = slot < max_draft ? draft_token_ids[request * max_draft + slot] : -1;
   const int count = max(0, min(num_draft ? num_draft[request] : 0, max_draft));
@@ -268,12 +303,26 @@ const char* allow_shared(Kernel kernel) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// How many blocks read a row together: as many as find an idle multiprocessor each, and enough of the row.
+template <class T>
+int blocks_of_a_row(int64_t num_rows, int64_t vocab_size) {
+  static const char* const forced = std::getenv("EQUIVTEST_CLUSTER");  // for the experiment: 1 is one block a row
+  const int64_t rounds = vocab_size * static_cast<int64_t>(sizeof(T)) / 16 / kThreads;
+  const int64_t most = forced ? std::atoi(forced) : std::min<int64_t>(num_processors() / num_rows, rounds / 2);
+  int cluster = 1;
+  while (2 * cluster <= std::min<int64_t>(most, forced ? 8 : kMaxCluster)) cluster *= 2;
+  return can_overlap() ? cluster : 1;
+}
+
 template <class T>
 const char* launch_judge(const void* logits, int64_t num_rows, const int* row_start, const Laws& laws, int64_t vocab_size, int64_t batch,
                          const Requests& requests, const RowResults& results, cudaStream_t stream) {
   if (const char* error = allow_shared(judge_logits<T>)) return error;
-  return launch(judge_logits<T>, static_cast<unsigned>(batch * (requests.max_draft + 1)), kThreads, kSharedBytes, stream,
-                static_cast<const T*>(logits), num_rows, row_start, laws, static_cast<int>(vocab_size), requests, results);
+  const int64_t num_places = batch * (requests.max_draft + 1);
+  const int cluster = blocks_of_a_row<T>(num_places, vocab_size);
+  return launch_clusters(judge_logits<T>, static_cast<unsigned>(num_places * cluster), cluster, kThreads, kSharedBytes,
+                         stream, static_cast<const T*>(logits), num_rows, row_start, laws, static_cast<int>(vocab_size),
+                         requests, results, cluster);
 }
 
 template <class T>
