@@ -26,22 +26,16 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-inline bool can_overlap() {
-  int device = 0, major = 0;
-  return kOverlapLaunches && cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+// Of the current device; 0 where it does not say.
+inline int device_attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
 }
 
-// Multiprocessors of the device; 1 where it does not say.
-inline int num_processors() {
-  int device = 0, count = 1;
-  if (cudaGetDevice(&device) == cudaSuccess) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  return count;
-}
+// Overlapped launches and clusters of blocks came with the same generation.
+inline bool is_sm_90() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
 
-// Launches on the stream, `cluster` blocks of the grid together (1, or sm_90 and later). Null, or what CUDA says is wrong.
+// Launches on the stream, `cluster` blocks along z together (1, or sm_90 and later). Null, or what CUDA says is wrong.
 template <class... Params, class... Args>
 const char* launch_clusters(void (*kernel)(Params...), dim3 grid, unsigned cluster, unsigned threads,
                             size_t shared_bytes, void* stream, Args... args) {
@@ -52,15 +46,15 @@ const char* launch_clusters(void (*kernel)(Params...), dim3 grid, unsigned clust
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   config.attrs = attributes;
-  if (can_overlap()) {
+  if (kOverlapLaunches && is_sm_90()) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
   if (cluster > 1) {
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs].val.clusterDim.x = cluster;
+    attributes[config.numAttrs].val.clusterDim.x = 1;
     attributes[config.numAttrs].val.clusterDim.y = 1;
-    attributes[config.numAttrs++].val.clusterDim.z = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = cluster;
   }
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

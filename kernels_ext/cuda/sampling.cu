@@ -42,24 +42,24 @@ struct RowResults {
   unsigned long long* refusal;
 };
 
-// What is asked of one row. Read in one go and early: each of these would be waited for in turn otherwise.
+// What is asked of one row, of a grid [batch, max_draft + 1]. Read in one go and early: each of these would be waited for
+// in turn otherwise.
 struct Question {
   int64_t request, place, key, position;
   int64_t draft;  // -1: none
   int slot, num_draft;
 
-  __device__ Question(const Requests& requests, unsigned place)
-      : request(place / (requests.max_draft + 1)),
-        place(place),
+  __device__ explicit Question(const Requests& requests)
+      : request(blockIdx.x),
+        place(request * (requests.max_draft + 1) + blockIdx.y),
         key(requests.keys[request]),
-        position(requests.positions[request]),
+        position(requests.positions[request] + blockIdx.y),
         draft(-1),
-        slot(place % (requests.max_draft + 1)),
+        slot(blockIdx.y),
         num_draft(requests.num_draft ? requests.num_draft[request] : 0) {
     if (slot < requests.max_draft && requests.draft_token_ids) {
       draft = requests.draft_token_ids[request * requests.max_draft + slot];
     }
-    position += slot;
   }
 
   // Drafts of the request; what is out of range is refused elsewhere.
@@ -89,7 +89,8 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
   }
   const auto coin = [&](Purpose purpose) { return shared.coins[static_cast<int>(purpose)]; };
   auto of = [&](int i) { return static_cast<double>(weight(items.x(i))); };
-  int64_t token = -1;
+  int64_t token = -1, without = -1;  // the latter is not drawn
+  double u = 0;
   bool accepted = false, refused = false;
   if (requests.rule == Rule::kChain && has_draft) {
     const float p = weight.probability(to_float(row[draft]));
@@ -104,56 +105,58 @@ __device__ void judge(const Items<T>& items, const Weight& weight, const T* row,
       refused = true;
     } else {
       accepted = coin(Purpose::kAccept) * static_cast<double>(q) < static_cast<double>(p);
-      if (!accepted) {
-        const double u = coin(Purpose::kRecover);
-        if (q_row) {
-          token = draw(
-              items, u,
-              [&](int i) {
-                const double left = static_cast<double>(weight.probability(items.x(i))) - q_row[items.id(i)];
-                return left > 0 ? left : 0.0;
-              },
-              shared);
-        } else {
-          token = draw(items, u, [&](int i) { return items.id(i) == draft ? 0.0 : of(i); }, shared);
-        }
-        // Rounding alone can leave the residual empty: p <= q everywhere, and yet the coin rejected.
-        if (token < 0) token = draw(items, u, of, shared);
+      u = coin(Purpose::kRecover);
+      if (!accepted && q_row) {
+        token = draw(
+            items, u,
+            [&](int i) {
+              const double left = static_cast<double>(weight.probability(items.x(i))) - q_row[items.id(i)];
+              return left > 0 ? left : 0.0;
+            },
+            shared);
+      } else if (!accepted) {
+        without = draft;
       }
     }
   } else {
-    const Purpose purpose = requests.rule == Rule::kSample  ? requests.purpose
-                            : requests.rule == Rule::kMatch ? Purpose::kPlain
-                            : num_draft == 0                ? Purpose::kPlain
-                                                            : Purpose::kBonus;
-    token = draw(items, coin(purpose), of, shared);
-    accepted = has_draft && token == draft;
+    u = coin(requests.rule == Rule::kSample  ? requests.purpose
+             : requests.rule == Rule::kMatch ? Purpose::kPlain
+             : num_draft == 0                ? Purpose::kPlain
+                                             : Purpose::kBonus);
   }
+  // Rounding alone can leave the residual empty: p <= q everywhere, and yet the coin rejected. Then all may be drawn.
+  while (token < 0 && !accepted && !refused) {
+    token = draw(items, u, [&](int i) { return items.id(i) == without ? 0.0 : of(i); }, shared);
+    if (without < 0) break;
+    without = -1;
+  }
+  if (!(requests.rule == Rule::kChain && has_draft)) accepted = has_draft && token == draft;
   if (threadIdx.x == 0) {
     results.tokens[place] = refused ? 0 : token;
     results.accepts[place] = accepted;
   }
 }
 
-// `cluster_size` blocks a row, the first of which decides.
+// A grid [batch, max_draft + 1, cluster]: the blocks of a cluster read a row, and the first of them decides.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     judge_logits(const T* logits, int64_t num_rows, const int* row_start, Laws laws, int vocab_size,
-                 Requests requests, RowResults results, int cluster_size) {
+                 Requests requests, RowResults results) {
   extern __shared__ char memory[];
   __shared__ Shared shared;
   allow_next_launch();
   wait_for_previous();
-  const Cluster cluster{static_cast<int>(blockIdx.x % cluster_size), cluster_size};
-  const Question question(requests, blockIdx.x / cluster_size);
+  const Cluster cluster{static_cast<int>(blockIdx.z), static_cast<int>(gridDim.z)};
+  const Question question(requests);
   const int first_row = row_start[question.request];
   const RowLaw law = laws.at(question.request);
-  if (question.slot > question.count(requests)) return;
   const int64_t index = static_cast<int64_t>(first_row) + question.slot;
   const bool counts = question.num_draft >= 0 && question.num_draft <= requests.max_draft;
   const bool is_first = cluster.rank == 0 && threadIdx.x == 0;
-  if (!counts || index < 0 || index >= num_rows) {
-    if (is_first) {
+  // One condition of both numbers: the compiler would wait for the one before it asks for the other.
+  const bool asked = question.slot <= question.count(requests), there = (index >= 0) & (index < num_rows);
+  if (!(asked & counts & there)) {
+    if (asked && is_first) {
       refuse(results.refusal, question.request, kBadRows, static_cast<float>(counts ? first_row : question.num_draft));
       results.tokens[question.place] = 0, results.accepts[question.place] = 0;
     }
@@ -199,11 +202,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 __global__ void __launch_bounds__(kThreads, 1)
     judge_probs(const float* target_probs, int vocab_size, Requests requests, RowResults results) {
   __shared__ Shared shared;
-  const Question question(requests, blockIdx.x);
+  const Question question(requests);
   if (requests.num_draft && question.slot > question.count(requests)) return;
   toss_coins(question, shared);
   __syncthreads();
-  const float* row = target_probs + static_cast<int64_t>(blockIdx.x) * vocab_size;
+  const float* row = target_probs + question.place * vocab_size;
   const Items<float> items{row, nullptr, nullptr, vocab_size, true};
   judge(items, PlainWeight{}, row, vocab_size, question, question.request, requests, results, shared);
 }
@@ -303,26 +306,26 @@ const char* allow_shared(Kernel kernel) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// How many blocks read a row together: as many as find an idle multiprocessor each, and enough of the row.
+// How many blocks read a row together: a power of two, so many as find an idle multiprocessor each and two rounds of
+// vectors or more.
 template <class T>
-int blocks_of_a_row(int64_t num_rows, int64_t vocab_size) {
+unsigned blocks_of_a_row(int64_t num_rows, int64_t vocab_size) {
+  if (!is_sm_90()) return 1;
   static const char* const forced = std::getenv("EQUIVTEST_CLUSTER");  // for the experiment: 1 is one block a row
-  const int64_t rounds = vocab_size * static_cast<int64_t>(sizeof(T)) / 16 / kThreads;
-  const int64_t most = forced ? std::atoi(forced) : std::min<int64_t>(num_processors() / num_rows, rounds / 2);
-  int cluster = 1;
-  while (2 * cluster <= std::min<int64_t>(most, forced ? 8 : kMaxCluster)) cluster *= 2;
-  return can_overlap() ? cluster : 1;
+  if (forced) return static_cast<unsigned>(std::atoi(forced));
+  const int64_t rounds = vocab_size / (16 / static_cast<int64_t>(sizeof(T))) / kThreads;
+  const int64_t most = std::min(device_attribute(cudaDevAttrMultiProcessorCount) / num_rows, rounds / 2);
+  return most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 
 template <class T>
 const char* launch_judge(const void* logits, int64_t num_rows, const int* row_start, const Laws& laws, int64_t vocab_size, int64_t batch,
                          const Requests& requests, const RowResults& results, cudaStream_t stream) {
   if (const char* error = allow_shared(judge_logits<T>)) return error;
-  const int64_t num_places = batch * (requests.max_draft + 1);
-  const int cluster = blocks_of_a_row<T>(num_places, vocab_size);
-  return launch_clusters(judge_logits<T>, static_cast<unsigned>(num_places * cluster), cluster, kThreads, kSharedBytes,
-                         stream, static_cast<const T*>(logits), num_rows, row_start, laws, static_cast<int>(vocab_size),
-                         requests, results, cluster);
+  const unsigned cluster = blocks_of_a_row<T>(batch * (requests.max_draft + 1), vocab_size);
+  const dim3 grid(static_cast<unsigned>(batch), static_cast<unsigned>(requests.max_draft + 1), cluster);
+  return launch_clusters(judge_logits<T>, grid, cluster, kThreads, kSharedBytes, stream, static_cast<const T*>(logits),
+                         num_rows, row_start, laws, static_cast<int>(vocab_size), requests, results);
 }
 
 template <class T>
@@ -391,7 +394,7 @@ const char* equivtest_judge_probs(const float* target_probs, const int64_t* draf
   const Requests requests{draft_token_ids, num_draft, draft_probs, keys, positions, static_cast<int>(max_draft),
                           num_draft ? Rule::kChain : Rule::kSample, static_cast<equivtest::Purpose>(purpose)};
   const RowResults results{row_tokens, row_accepts, row_refusal};
-  const unsigned rows = static_cast<unsigned>(batch * (max_draft + 1));
+  const dim3 rows(static_cast<unsigned>(batch), static_cast<unsigned>(max_draft + 1));
   judge_probs<<<rows, kThreads, 0, on>>>(target_probs, static_cast<int>(vocab_size), requests, results);
   const auto check = [&](const float* probs, int64_t rows_each, Problem problem) {
     check_probs<<<static_cast<unsigned>(batch), kThreads, 0, on>>>(probs, static_cast<int>(vocab_size),

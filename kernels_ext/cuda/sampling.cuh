@@ -27,7 +27,6 @@ namespace equivtest::cuda {
 
 constexpr int kThreads = 1024;     // one block on a multiprocessor: a row is bound by its latency
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxCluster = 4;     // blocks that share a row; a graphics processing cluster has 16 multiprocessors or more
 constexpr int kCapacity = 8192;    // tokens of a row that shared memory holds
 constexpr int kCuts = 7;           // thresholds tried in one pass of the cut search
 constexpr int kSums = kCuts + 1;   // a power of two: what one reduction adds up
@@ -611,7 +610,7 @@ class LogitRow {
   __device__ Problem read(const RowLaw& law, float* value) {
     const float temperature = law.temperature > 0 ? law.temperature : 1.0f;
     weight_.scale = fminf(1.44269504088896f / temperature, 3e38f);
-    find_max();
+    find_max(law.temperature == 0);
     const bool filters =
         law.temperature > 0 && (law.top_p < 1 || law.min_p > 0 || (law.top_k > 0 && law.top_k < reader_.vocab_size));
     const bool bad = add_up(filters ? fmaxf(floor_, -FLT_MAX) : kInfinity);
@@ -656,10 +655,9 @@ class LogitRow {
       weight_.cut = cut.at;
       const LogitWeight weight = weight_;
       const double target = static_cast<double>(law.top_p) * (by_count ? kept_mass() : total_);
-      cut = cut_at(weight, target, floor);
-      if (cut.mass < target && !items_.whole_row) {  // the mass that is missing was not gathered
-        look_at_all();
+      for (;; look_at_all()) {
         cut = cut_at(weight, target, floor);
+        if (cut.mass >= target || items_.whole_row) break;  // else what is missing was not gathered
       }
       cut.at = fmaxf(cut.at, weight.cut);
     }
@@ -679,7 +677,7 @@ class LogitRow {
   __device__ const Items<T>& items() const { return items_; }
   __device__ const LogitWeight& weight() const { return weight_; }
 
-  // The first token of the largest logit.
+  // The first token of the largest logit, where the law is greedy.
   __device__ int best_id() const {
     float x[Reader<T>::kWidth];
     reader_.load(best_vector_, x);
@@ -692,8 +690,8 @@ class LogitRow {
   }
 
  private:
-  // The largest logit of every thread and where it stands, of all blocks; the maximum and the floor.
-  __device__ void find_max() {
+  // The largest logit of every thread, of all blocks; from these the maximum, where it stands if asked, and the floor.
+  __device__ void find_max(bool where) {
     constexpr int kWidth = Reader<T>::kWidth;
     float largest = -kInfinity;
     int vector = 0x7fffffff;
@@ -717,14 +715,15 @@ class LogitRow {
       shared_.best[threadIdx.x] = best;
       cluster_.sync();
       for (int i = 1; i < cluster_.size; ++i) {
-        const Best other = cluster_.in_block((cluster_.rank + i) % cluster_.size, shared_.best)[threadIdx.x];
+        const int block = cluster_.rank + i < cluster_.size ? cluster_.rank + i : cluster_.rank + i - cluster_.size;
+        const Best other = cluster_.in_block(block, shared_.best)[threadIdx.x];
         if (other.key > best.key || (other.key == best.key && other.vector < best.vector)) best = other;
       }
     }
     const Range range = block_range(best.key, shared_);
     weight_.max = of_key(range.most);
     floor_ = block_rank<T>(best.key, kFloorRank, range);
-    best_vector_ = block_range(best.key == range.most ? best.vector : 0x7fffffff, shared_).least;
+    if (where) best_vector_ = block_range(best.key == range.most ? best.vector : 0x7fffffff, shared_).least;
   }
 
   // Total mass, and the tokens from `floor` on, of all blocks: the first one has them. Returns whether the row holds a NaN
