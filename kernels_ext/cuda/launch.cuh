@@ -29,13 +29,16 @@ __device__ __forceinline__ void wait_for_previous() {
 // Of the current device; 0 where it does not say.
 inline int device_attribute(cudaDeviceAttr which) {
   int device = 0, value = 0;
-  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&value, which, device) == cudaSuccess ? value : 0;
+  const bool told = cudaGetDevice(&device) == cudaSuccess &&
+                    cudaDeviceGetAttribute(&value, which, device) == cudaSuccess;
+  return told ? value : 0;
 }
 
 // Overlapped launches and clusters of blocks came with the same generation.
 inline bool is_sm_90() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
 
-// Launches on the stream, `cluster` blocks along z together (1, or sm_90 and later). Null, or what CUDA says is wrong.
+// Launches on the stream, `cluster` blocks along z together (more than one from sm_90 on). Null, or what CUDA says is
+// wrong.
 template <class... Params, class... Args>
 const char* launch_clusters(void (*kernel)(Params...), dim3 grid, unsigned cluster, unsigned threads,
                             size_t shared_bytes, void* stream, Args... args) {

@@ -42,8 +42,8 @@ struct RowResults {
   unsigned long long* refusal;
 };
 
-// What is asked of one row, of a grid [batch, max_draft + 1]. Read in one go and early: each of these would be waited for
-// in turn otherwise.
+// What is asked of one row, of a grid [batch, max_draft + 1]. Read in one go and early: otherwise each of these would be
+// waited for in turn.
 struct Question {
   int64_t request, place, key, position;
   int64_t draft;  // -1: none
@@ -319,8 +319,9 @@ unsigned blocks_of_a_row(int64_t num_rows, int64_t vocab_size) {
 }
 
 template <class T>
-const char* launch_judge(const void* logits, int64_t num_rows, const int* row_start, const Laws& laws, int64_t vocab_size, int64_t batch,
-                         const Requests& requests, const RowResults& results, cudaStream_t stream) {
+const char* launch_judge(const void* logits, int64_t num_rows, const int* row_start, const Laws& laws,
+                         int64_t vocab_size, int64_t batch, const Requests& requests, const RowResults& results,
+                         cudaStream_t stream) {
   if (const char* error = allow_shared(judge_logits<T>)) return error;
   const unsigned cluster = blocks_of_a_row<T>(batch * (requests.max_draft + 1), vocab_size);
   const dim3 grid(static_cast<unsigned>(batch), static_cast<unsigned>(requests.max_draft + 1), cluster);

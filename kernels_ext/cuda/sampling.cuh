@@ -1,10 +1,11 @@
 // What one block does with one row of logits or probabilities: its law as a threshold, and draws from it.
 //
 // The cut of a filter is found without sorting and without writing probabilities. All filters are thresholds on the
-// logit x, since z = x / temperature is monotone. One pass over the row gives for every thread the largest logit that it
-// met, and so the row's. One of the smaller of those is a floor that some four thousand tokens reach, whatever the row
-// looks like. A second pass gives the total mass and gathers these tokens in shared memory, in vocabulary order. Where the
-// filters provably keep none but these, everything after is arithmetic on them; otherwise the same is done over the row.
+// logit x, since z = x / temperature is monotone. One pass over the row gives for every thread the largest logit that
+// it met, and so the row's. One of the smaller of those is a floor that some four thousand tokens reach, whatever the
+// row looks like. A second pass gives the total mass and gathers these tokens in shared memory, in vocabulary order.
+// Where the filters provably keep none but these, everything after is arithmetic on them; otherwise the same is done
+// over the whole row.
 //
 // Both passes may be shared by the blocks of a cluster: the first of them has the tokens of all and goes on alone.
 //
@@ -214,7 +215,8 @@ __device__ inline unsigned long long block_sum(unsigned long long value, Shared&
   return warp_sum(shared.units[threadIdx.x % 32]);
 }
 
-// Of what the threads hold: what is before this one's, what is through it, and all. `through` is the next one's `before`.
+// Of what the threads hold: what is before this one's, what is through it, and all. `through` is, to the bit, what the
+// next thread has as `before`.
 struct Prefix {
   double before, through, total;
 };
@@ -330,8 +332,8 @@ struct Reader {
 
   __device__ __forceinline__ void load(int vector, float (&x)[kWidth]) const { unpack(bits(vector), x); }
 
-  // This thread's vectors from `first` on and before `end`, kThreads apart; asked for ahead, they arrive while others are
-  // looked at.
+  // This thread's vectors from `first` on and before `end`, kThreads apart; asked for ahead, they arrive while others
+  // are looked at.
   __device__ __forceinline__ void load_group(int first, int end, uint4 (&raw)[kLoadsInFlight]) const {
 #pragma unroll
     for (int k = 0; k < kLoadsInFlight; ++k) {
@@ -596,7 +598,11 @@ class LogitRow {
  public:
   __device__ LogitRow(const T* row, int vocab_size, Cluster cluster, Shared& shared, float* gathered_x,
                       int* gathered_ids)
-      : reader_(row, vocab_size), cluster_(cluster), shared_(shared), gathered_x_(gathered_x), gathered_ids_(gathered_ids) {
+      : reader_(row, vocab_size),
+        cluster_(cluster),
+        shared_(shared),
+        gathered_x_(gathered_x),
+        gathered_ids_(gathered_ids) {
     // Blocks have whole rounds of kThreads vectors: what a thread meets in all of them does not depend on their number.
     const int rounds = (reader_.num_vectors() + kThreads - 1) / kThreads;
     const int each = (rounds + cluster.size - 1) / cluster.size * kThreads;
@@ -726,10 +732,11 @@ class LogitRow {
     if (where) best_vector_ = block_range(best.key == range.most ? best.vector : 0x7fffffff, shared_).least;
   }
 
-  // Total mass, and the tokens from `floor` on, of all blocks: the first one has them. Returns whether the row holds a NaN
-  // or +infinity, which make its mass a NaN.
+  // Total mass, and the tokens from `floor` on, of all blocks: the first one has them. Returns whether the row holds a
+  // NaN or +infinity, which make its mass a NaN.
   __device__ bool add_up(float floor) {
-    // A sum of integers, far from overflow, that is the same however the row is shared out.
+    // A sum of integers, far from overflow, that is the same however the row is shared out. What a vector's mass is
+    // rounded by, at most 2^(bits of the vocabulary - 62), is far less than float32 rounds a weight by.
     const float unit = static_cast<float>(1ull << (61 - (32 - __clz(reader_.vocab_size))));
     const float base = weight_.max == -kInfinity ? 0.0f : weight_.max;
     unsigned long long units = 0;
@@ -814,8 +821,8 @@ class LogitRow {
     return block_sum(mass, shared_);
   }
 
-  // Tokens that `keep` keeps of the vectors begin .. end - 1, in vocabulary order; returns their number, -1 where they do
-  // not fit. Calls see(x) for every vector of this thread.
+  // Tokens that `keep` keeps of the vectors begin .. end - 1, in vocabulary order; returns their number, -1 where they
+  // do not fit. Calls see(x) for every vector of this thread.
   template <class Keep, class See>
   __device__ int gather(int begin, int end, const Keep& keep, const See& see) {
     constexpr int kWidth = Reader<T>::kWidth, kPairs = kLoadsInFlight / 2;
@@ -898,6 +905,7 @@ class LogitRow {
   int best_vector_ = 0;
 };
 
+// Of gathered items every thread has so few, at most 9, that one scan of the block does.
 template <class T, class Of>
 __device__ int64_t draw_gathered(const Items<T>& items, double u, const Of& of, Shared& shared) {
   // Consecutive items a thread, an odd number of them: neighbouring threads read from different banks.
@@ -939,7 +947,7 @@ __device__ int64_t draw_gathered(const Items<T>& items, double u, const Of& of, 
 //
 // of(i): the weight of item i, in float64. Every warp sums a piece of the items; the piece that holds the answer is cut
 // up again until one warp can walk through it. Where rounding leaves no such id, it is the last one with weight. Every
-// thread returns the same. Of gathered items every thread has so few that one scan of the block does.
+// thread returns the same.
 template <class T, class Of>
 __device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& shared) {
   if (!items.whole_row) return draw_gathered(items, u, of, shared);

@@ -1,7 +1,8 @@
 // The sampling kernels on odd shapes, for compute-sanitizer and by themselves: no torch, no Python.
 //
 // Every call has its outputs poisoned first and its inputs in allocations of exactly their size. Tokens are compared
-// with the CPU's headers on the same coins. Where they differ, some coin must lie within rounding of the value at which
+// with the CPU's headers on the same coins, and bit for bit with those of the request alone, whose rows several blocks
+// share where the vocabulary is large. Where they differ, some coin must lie within rounding of the value at which
 // the outcome changes, and such requests must be rare; the largest law error and the number of requests that differ are
 // printed for each shape. Exits with 1 where a shape failed. `--few` runs small shapes, for racecheck.
 #include <cuda_bf16.h>
