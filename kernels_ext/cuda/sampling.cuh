@@ -606,9 +606,8 @@ class LogitRow {
     // Blocks have whole rounds of kThreads vectors: what a thread meets in all of them does not depend on their number.
     const int rounds = (reader_.num_vectors() + kThreads - 1) / kThreads;
     const int each = (rounds + cluster.size - 1) / cluster.size * kThreads;
-    begin_ = min(cluster.rank * each, reader_.num_vectors());
-    end_ = min(begin_ + each, reader_.num_vectors());
-    reader_.load_group(begin_ + static_cast<int>(threadIdx.x), end_, next_);
+    const int begin = min(cluster.rank * each, reader_.num_vectors());
+    ask_for(begin, min(begin + each, reader_.num_vectors()));
   }
 
   // Maximum and mass of the row, or what is wrong with it, and the tokens that the filters are likely to look at. Every
@@ -647,7 +646,8 @@ class LogitRow {
       floor = fmaxf(floor, mass_floor);
     }
     if (num_gathered_ < 0 && floor > floor_) {  // many are equal at the floor, but they are not needed
-      num_gathered_ = gather(0, reader_.num_vectors(), [=](float x) { return x >= floor; }, [](const auto&) {});
+      ask_for(0, reader_.num_vectors());
+      num_gathered_ = gather([=](float x) { return x >= floor; }, [](const auto&) {});
     }
     const auto look_at_all = [&] {
       items_ = Items<T>{reader_.row, nullptr, nullptr, vocab_size, true};
@@ -696,6 +696,12 @@ class LogitRow {
   }
 
  private:
+  // The next pass is over the vectors begin .. end - 1; the first of them are on their way.
+  __device__ void ask_for(int begin, int end) {
+    begin_ = begin, end_ = end;
+    reader_.load_group(begin + static_cast<int>(threadIdx.x), end, next_);
+  }
+
   // The largest logit of every thread, of all blocks; from these the maximum, where it stands if asked, and the floor.
   __device__ void find_max(bool where) {
     constexpr int kWidth = Reader<T>::kWidth;
@@ -716,6 +722,7 @@ class LogitRow {
         if (x[0] > largest) largest = x[0], vector = first + k * kThreads;
       }
     }
+    ask_for(begin_, end_);
     Best best{key_of(largest + 0.0f), vector};  // -0 is 0: the lower id wins
     if (cluster_.size > 1) {
       shared_.best[threadIdx.x] = best;
@@ -742,7 +749,7 @@ class LogitRow {
     unsigned long long units = 0;
     bool bad = false;
     const int own_count = gather(
-        begin_, end_, [=](float x) { return x >= floor; },
+        [=](float x) { return x >= floor; },
         [&](const float(&x)[Reader<T>::kWidth]) {
           float part = 0;
 #pragma unroll
@@ -798,7 +805,8 @@ class LogitRow {
         const int slice = slices.of(x);
         return x >= low && slice >= found.x && slice < found.y;
       };
-      const int count = gather(0, reader_.num_vectors(), is_near, [](const auto&) {});
+      ask_for(0, reader_.num_vectors());
+      const int count = gather(is_near, [](const auto&) {});
       if (found.x > 0) low = fmaxf(low, slices.begin(found.x));
       in = interval<T>(low, found.y == kSlices ? weight_.max : fminf(weight_.max, slices.end(found.y - 1)));
       if (count >= 0) {
@@ -821,27 +829,29 @@ class LogitRow {
     return block_sum(mass, shared_);
   }
 
-  // Tokens that `keep` keeps of the vectors begin .. end - 1, in vocabulary order; returns their number, -1 where they
-  // do not fit. Calls see(x) for every vector of this thread.
+  // Tokens that `keep` keeps of the vectors asked for, in vocabulary order; returns their number, -1 where they do not
+  // fit. Calls see(x) for every vector of this thread.
   template <class Keep, class See>
-  __device__ int gather(int begin, int end, const Keep& keep, const See& see) {
+  __device__ int gather(const Keep& keep, const See& see) {
     constexpr int kWidth = Reader<T>::kWidth, kPairs = kLoadsInFlight / 2;
     constexpr uint32_t kOwn = (1u << kWidth) - 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int count = 0, buffer = 0;
-    for (int first = begin; first < end; first += kThreads * kLoadsInFlight, buffer ^= 1) {
+    for (int first = begin_; first < end_; first += kThreads * kLoadsInFlight, buffer ^= 1) {
       uint4 raw[kLoadsInFlight];
-      reader_.load_group(first + static_cast<int>(threadIdx.x), end, raw);
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) raw[k] = next_[k];
       uint32_t reached = 0;  // a bit an entry of this thread's vectors
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
-        if (first + k * kThreads + static_cast<int>(threadIdx.x) >= end) break;
+        if (first + k * kThreads + static_cast<int>(threadIdx.x) >= end_) break;
         float x[kWidth];
         reader_.unpack(raw[k], x);
         see(x);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) reached |= keep(x[j]) ? 1u << (k * kWidth + j) : 0u;
       }
+      reader_.load_group(first + kThreads * kLoadsInFlight + static_cast<int>(threadIdx.x), end_, next_);
       if (count < 0) continue;
       uint32_t before[kPairs];  // two counts a word: no sum reaches 2^16
 #pragma unroll
@@ -897,8 +907,8 @@ class LogitRow {
   int* gathered_ids_;
   LogitWeight weight_{};
   Items<T> items_{};
-  uint4 next_[kLoadsInFlight];  // asked for, of the first pass
-  int begin_, end_;             // vectors of this block
+  int begin_, end_;             // vectors of the next pass
+  uint4 next_[kLoadsInFlight];  // the first of them, of this thread
   double total_ = 0;
   float floor_ = 0;
   int num_gathered_ = -1;
