@@ -81,6 +81,15 @@ def _target_options(function: Any) -> Any:
 @click.option(
     "--mask-token", "mask_token_id", type=int, default=None, help="Token id; default: one that is not in use."
 )
+@click.option(
+    "--markov-head/--no-markov-head", default=True, show_default=True, help="Let a draft depend on the one before it."
+)
+@click.option(
+    "--start-from",
+    type=click.Path(exists=True, file_okay=False),
+    default=None,
+    help="Folder of a trained drafter of this shape whose weights are the first.",
+)
 @click.option("--steps", type=int, default=None, help="Optimiser steps; default: 2000, or as many as --minutes allows.")
 @click.option("--minutes", type=float, default=None, help="Time for training, to which its schedule is fitted.")
 @click.option("--batch-texts", type=int, default=64, show_default=True, help="Texts of a step.")
@@ -89,6 +98,13 @@ def _target_options(function: Any) -> Any:
 @click.option("--gamma", type=float, default=3.0, show_default=True, help="Slot k weighs exp(-k / gamma).")
 @click.option(
     "--soft-share", type=float, default=0.5, show_default=True, help="Share of the loss against the target's law."
+)
+@click.option(
+    "--reach-share",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="Share of a slot's weight that counts only where all drafts before it are the text's.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of text, weights and draws.")
 @click.option("--compile", is_flag=True, help="Compile the network with torch.compile.")
@@ -102,7 +118,7 @@ def train(out: Path, resume: bool, target_layers: str | None, no_evaluation: boo
     num_held_out = values.pop("num_held_out")
     evaluation = training.EvaluationOptions(**pick(values, _EVALUATION_FIELDS), num_held_out=num_held_out)
     text = pick(values, ("num_texts", "text_length", "prompts", "prompts_share"))
-    network = pick(values, ("num_layers", "block_size", "mask_token_id"))
+    network = pick(values, ("num_layers", "block_size", "mask_token_id", "markov_head", "start_from"))
     options = training.TrainOptions(
         engine=training.EngineOptions(**pick(values, _ENGINE_FIELDS)),
         text=training.TextOptions(**text, minutes=values.pop("text_minutes"), num_held_out=num_held_out, seed=seed),

@@ -47,9 +47,10 @@ class Model:
         self._norm = taker.take("model.norm.weight", (config.hidden_size,))
         if config.tied_embeddings:
             taker.ignore("lm_head.weight")
-            self._head = ops.linear(self._embedding)
+            self.head_weight = self._embedding
         else:
-            self._head = ops.linear(taker.take("lm_head.weight", (config.vocab_size, config.hidden_size)))
+            self.head_weight = taker.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+        self._head = ops.linear(self.head_weight)
         taker.finish()
         self._graphs = self._new_graphs()
 

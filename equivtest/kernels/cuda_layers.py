@@ -14,8 +14,17 @@ from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.checks import check_attention_batch, check_paged_attention
-from equivtest.kernels.contract import MAX_HEAD_DIM, AttentionBatch, AttentionShape, KernelBackend
+from equivtest.kernels.contract import (
+    MAX_HEAD_DIM,
+    AttentionBatch,
+    AttentionShape,
+    BlockDrafts,
+    KernelBackend,
+    RowParams,
+    Streams,
+)
 from equivtest.kernels.cuda_library import load_library
+from equivtest.kernels.markov import STRIPES
 
 MAX_FEW_ROWS = 8
 """Up to so many rows of bfloat16 a product of any size is our own."""
@@ -23,6 +32,8 @@ MAX_TILED_ROWS = 64
 """Up to so many rows one of a small matrix is."""
 MAX_TILED_WEIGHTS = 1 << 22
 """Entries of a small matrix: of larger ones cuBLAS makes better use than our tiles."""
+MAX_MARKOV_HIDDEN = 8192
+"""Entries of a hidden state that fit the shared memory of a kernel which asks for none beyond the usual."""
 _MAX_STAGED = 24_560
 """Entries of few rows that fit a block's shared memory."""
 
@@ -131,6 +142,38 @@ class CudaLayers:
             num_rows, num_heads, num_kv_heads, head_dim, page_size, _is_bfloat16(heads), float(eps),
         )  # fmt: skip
         return query
+
+    def markov_drafts(
+        self,
+        logits: Tensor,
+        gates: Tensor,
+        successors: Tensor,
+        head: Tensor,
+        law: RowParams | None = None,
+        streams: Streams | None = None,
+    ) -> BlockDrafts:
+        """Two launches. Raises InvalidKernelInput unless hidden_size is a multiple of 8, at most MAX_MARKOV_HIDDEN."""
+        op = "markov_drafts"
+        batch, places, vocab_size = logits.shape
+        size = gates.shape[-1]
+        fits = size % 8 == 0 and size <= MAX_MARKOV_HIDDEN
+        _require(op, gates, fits, f"hidden_size must be a multiple of 8, at most {MAX_MARKOV_HIDDEN}", size)
+        for table in (successors, head):
+            same = table.shape == (vocab_size, size) and table.dtype == head.dtype and table.is_contiguous()
+            _require(op, table, same, f"tables must be [{vocab_size}, {size}], alike and contiguous", table.shape)
+        values = torch.empty(batch, places, STRIPES, dtype=torch.float32, device=logits.device)
+        tokens = torch.empty_like(values, dtype=torch.int64)
+        drafts = torch.empty(batch, places, dtype=torch.int64, device=logits.device)
+        probs = None if law is None else torch.empty_like(values)
+        draw: list[Tensor | None] = [None] * 6
+        if law is not None and streams is not None:
+            draw = [column.contiguous() for column in (*law, *streams)]
+        self._library.call(
+            op, logits.contiguous(), _is_bfloat16(logits), gates.float().contiguous(),
+            successors, head, _is_bfloat16(head), *draw,
+            values, tokens, drafts, probs, batch, places, vocab_size, size,
+        )  # fmt: skip
+        return BlockDrafts(drafts, None if probs is None else tokens, probs)
 
     def _normed(self, hidden: WideResidual, eps: float, norm: Tensor | None = None) -> Tensor:
         """hidden / rms(hidden), times norm if there is one, in the model's dtype."""

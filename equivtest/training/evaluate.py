@@ -30,7 +30,7 @@ from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Generation, Origin, Request, SamplingParams
 from equivtest.rng import stream_key
 from equivtest.training.chat_frame import TokenIds
-from equivtest.training.loop import predict
+from equivtest.training.loop import mixed_precision, predict
 from equivtest.training.target import Target
 from equivtest.training.text import HELD_OUT_SET
 from equivtest.training.watch import Watcher
@@ -128,6 +128,8 @@ def evaluate(
     shorter than a block.
     """
     network.eval()
+    with torch.inference_mode():
+        successors = network.successors(target.embedding())
     rows = []
     watcher.stage("evaluate", sum(len(one.requests) for one in asked))
     done = 0
@@ -135,7 +137,8 @@ def evaluate(
         walks = []
         for request, generation in zip(one.requests, generations, strict=True):
             text = torch.tensor([*request.prompt_token_ids, *generation.token_ids.tolist()], device=target.device)
-            walks.append(walk(*_judged(network, target, text, len(request.prompt_token_ids), request.params)))
+            judged = _judged(network, target, text, len(request.prompt_token_ids), request.params, successors)
+            walks.append(walk(*judged))
             done += 1
             watcher.advance(done, f"{one.prompts} {one.config}")
         found = _acceptance(one, walks, None if decoded is None else decoded[index])
@@ -173,7 +176,7 @@ def decoded_acceptance(generations: Sequence[Generation], num_drafts: int) -> fl
 
 @torch.inference_mode()
 def _judged(
-    network: DFlashNetwork, target: Target, text: Tensor, start: int, params: SamplingParams
+    network: DFlashNetwork, target: Target, text: Tensor, start: int, params: SamplingParams, successors: Tensor | None
 ) -> tuple[npt.NDArray[np.bool_], Floats]:
     """Hits and probabilities, see `walk`, of drafts at every place of the answer that has a whole block after it.
 
@@ -184,7 +187,9 @@ def _judged(
     if not len(anchors):
         raise InvalidSetting("max_tokens", len(text) - start, f"must be at least {num_drafts}, a block's drafts")
     features, logits = target.features_and_logits(text)
-    drafts = torch.cat([_drafts(network, target, features, text, part) for part in torch.split(anchors, _MOST_BLOCKS)])
+    drafts = torch.cat(
+        [_drafts(network, target, features, text, part, successors) for part in torch.split(anchors, _MOST_BLOCKS)]
+    )
     places = anchors[:, None] + torch.arange(num_drafts, device=text.device)
     asked = logits[start - 1 : -1]
     rows = RowParams.of([params] * len(asked), asked.device)
@@ -199,11 +204,14 @@ _MOST_BLOCKS = 256
 """Blocks drafted at a time: bounds the memory of their attention, not the result."""
 
 
-def _drafts(network: DFlashNetwork, target: Target, features: Tensor, text: Tensor, anchors: Tensor) -> Tensor:
+def _drafts(
+    network: DFlashNetwork, target: Target, features: Tensor, text: Tensor, anchors: Tensor, successors: Tensor | None
+) -> Tensor:
     """int64 [num_anchors, K]."""
-    hidden = predict(network, network, target, features[None], anchors[None], text[anchors][None])
-    drafts: Tensor = (hidden[0].to(target.compute_dtype) @ target.head.T).argmax(dim=-1)
-    return drafts
+    anchor_ids = text[anchors]
+    hidden = predict(network, network, target, features[None], anchors[None], anchor_ids[None])
+    with mixed_precision(target):
+        return network.drafts(hidden[0], anchor_ids, target.head, successors)
 
 
 def _acceptance(one: Asked, walks: Sequence[tuple[Floats, Floats]], decoded: float | None) -> Acceptance:

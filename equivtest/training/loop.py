@@ -143,21 +143,30 @@ class Loop:
 
     def _loss(self, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
         """Unweighted losses, hits, and what is minimised."""
-        predictions = predict(
-            self._forward, self.network, self._target, blocks.features, blocks.anchors, blocks.anchor_ids
-        )
+        hidden = predict(self._forward, self.network, self._target, blocks.features, blocks.anchors, blocks.anchor_ids)
+        previous = torch.cat([blocks.anchor_ids[..., None], blocks.next_ids[..., :-1]], dim=-1)
+        with mixed_precision(self._target):
+            behind = self.network.behind(hidden, self._target.embed(previous))
+        predictions = hidden if behind is hidden else torch.where(self._knows_before(hidden), behind, hidden)
         ids, probs = label_laws(blocks, self.options.soft_share)
-        weights = (self._weights / blocks.next_ids.numel()).expand_as(blocks.next_ids)
-        rows = blocks.next_ids.numel()
+        weights = self._weights / blocks.next_ids.numel()
         found = head_loss(
-            predictions.reshape(rows, -1),
+            predictions.flatten(0, 1),
             self._target.head,
-            ids.view(rows, -1),
-            probs.view(rows, -1),
-            weights.flatten(),
+            ids.flatten(0, 1),
+            probs.flatten(0, 1),
+            weights,
+            self.options.reach_share,
         )
         shape = blocks.next_ids.shape
         return found.losses.view(shape), found.drafts.view(shape) == blocks.next_ids, found.total
+
+    def _knows_before(self, hidden: Tensor) -> Tensor:
+        """Which places may look at the token before them, bool [B, N, K, 1]: the first always, others mostly. A decoder
+        picks candidates by what the rest of the network says alone."""
+        known = torch.rand(hidden.shape[:3], generator=self._generator, device=hidden.device) < self.options.known_share
+        known[..., 0] = True
+        return known[..., None]
 
 
 def predict(
@@ -174,10 +183,15 @@ def predict(
     """
     config = network.config
     fed = target.embed(network.block_token_ids(anchor_ids))
-    mixed = target.compute_dtype != torch.float32
-    with torch.autocast(target.device.type, dtype=target.compute_dtype, enabled=mixed):
+    with mixed_precision(target):
         hidden = forward(features.to(target.compute_dtype), fed, anchors)
     return hidden.narrow(2, config.first_draft_row, config.num_drafts)
+
+
+def mixed_precision(target: Target) -> torch.autocast:
+    """Where products are in the target's compute dtype."""
+    mixed = target.compute_dtype != torch.float32
+    return torch.autocast(target.device.type, dtype=target.compute_dtype, enabled=mixed)
 
 
 def label_laws(blocks: Blocks, soft_share: float) -> tuple[Tensor, Tensor]:

@@ -17,14 +17,14 @@ _CHUNK_ENTRIES = 1 << 28
 
 
 class BlockLoss(NamedTuple):
-    """What came out for R rows."""
+    """What came out for K places of each of N blocks."""
 
     total: Tensor
-    """Sum of the rows' weighted losses, nats; only its gradient counts."""
+    """Sum of the places' weighted losses, nats; only its gradient counts."""
     losses: Tensor
-    """float32 [R], unweighted."""
+    """float32 [N, K], unweighted."""
     drafts: Tensor
-    """int64 [R], the likeliest token of each row under the drafter."""
+    """int64 [N, K], the likeliest token of each place under the drafter."""
 
 
 def slot_weights(num_slots: int, gamma: float, device: torch.device | None = None) -> Tensor:
@@ -34,39 +34,58 @@ def slot_weights(num_slots: int, gamma: float, device: torch.device | None = Non
 
 
 def head_loss(
-    hidden: Tensor,  # [R, hidden_size]
+    hidden: Tensor,  # [N, K, hidden_size], of N blocks' K places
     head: Tensor,  # [vocab_size, hidden_size], frozen
-    label_ids: Tensor,  # int64 [R, L]
-    label_probs: Tensor,  # [R, L], a law in each row; an id may stand in it twice
-    weights: Tensor,  # float32 [R]
+    label_ids: Tensor,  # int64 [N, K, L], the text's token first
+    label_probs: Tensor,  # [N, K, L], a law in each place; an id may stand in it twice
+    weights: Tensor,  # float32 [K]
+    reach_share: float = 0.0,
 ) -> BlockLoss:
-    """Cross entropy of each row's law under softmax(hidden @ head.T); hidden is rounded to the head's dtype."""
-    return BlockLoss(*_HeadLoss.apply(hidden, head, label_ids, label_probs, weights))  # type: ignore[no-untyped-call]
+    """Cross entropy of each place's law under softmax(hidden @ head.T); hidden is rounded to the head's dtype.
+
+    reach_share: in 0..1, this share of a place's weight counts only where all drafts before it are the text's: a
+    decoder throws away what stands behind a wrong one.
+    """
+    return BlockLoss(*_HeadLoss.apply(hidden, head, label_ids, label_probs, weights, reach_share))  # type: ignore[no-untyped-call]
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, label_ids: Tensor, label_probs: Tensor, weights: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        label_ids: Tensor,
+        label_probs: Tensor,
+        weights: Tensor,
+        reach_share: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = hidden.detach().to(head.dtype)
-        gradient = torch.empty_like(rows)
-        losses = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        drafts = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-        for start in range(0, len(rows), chunk := max(1, _CHUNK_ENTRIES // len(head))):
+        blocks, num_slots = hidden.detach().to(head.dtype), hidden.shape[1]
+        gradient = torch.empty_like(blocks)
+        losses = torch.empty(hidden.shape[:2], dtype=torch.float32, device=hidden.device)
+        drafts = torch.empty(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        for start in range(0, len(blocks), chunk := max(1, _CHUNK_ENTRIES // (len(head) * num_slots))):
             part = slice(start, start + chunk)
-            ids, probs = label_ids[part], label_probs[part]
-            logits = rows[part] @ head.T
-            torch.argmax(logits, dim=-1, out=drafts[part])
+            ids, probs = label_ids[part].flatten(0, 1), label_probs[part].flatten(0, 1)
+            logits = blocks[part].flatten(0, 1) @ head.T
+            torch.argmax(logits, dim=-1, out=drafts[part].view(-1))
             law = torch.softmax(logits, dim=-1)
             surprisal = -law.gather(1, ids).float().clamp_min(torch.finfo(torch.float32).tiny).log()
-            losses[part] = (probs.float() * surprisal).sum(dim=-1)
-            torch.mm(law.scatter_add_(1, ids, -probs.to(law.dtype)), head, out=gradient[part])
-        ctx.save_for_backward(gradient.mul_(weights[:, None]))
+            losses[part] = (probs.float() * surprisal).sum(dim=-1).view(-1, num_slots)
+            torch.mm(law.scatter_add_(1, ids, -probs.to(law.dtype)), head, out=gradient[part].flatten(0, 1))
+        each = weights * ((1 - reach_share) + reach_share * reached(drafts == label_ids[..., 0]))
+        ctx.save_for_backward(gradient.mul_(each[..., None]))
         ctx.mark_non_differentiable(losses, drafts)
-        return (losses * weights).sum(), losses, drafts
+        return (losses * each).sum(), losses, drafts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0], None, None, None, None
+        return gradient * gradients[0], None, None, None, None, None
+
+
+def reached(hits: Tensor) -> Tensor:
+    """Of hits, bool [N, K]: float32 [N, K], 1 where every slot before is a hit."""
+    before = torch.ones_like(hits)
+    before[:, 1:] = hits[:, :-1]
+    return before.cumprod(dim=1).float()

@@ -54,6 +54,10 @@ class NetworkOptions:
     """None: the last special token of the vocabulary that the chat template and the end of text do not use."""
     intermediate_size: int | None = None
     """None: the target's."""
+    markov_head: bool = True
+    """Whether a draft depends on the one before it."""
+    start_from: str | None = None
+    """Folder of a drafter of this shape whose weights are the first; a Markov head that it lacks begins afresh."""
 
     def __post_init__(self) -> None:
         _require_at_least("num_layers", self.num_layers, 1)
@@ -84,6 +88,10 @@ class LoopOptions:
     slot that is exp(-k / 2.8). The paper takes 4 for blocks of 8 of larger models, whose text is easier to foresee."""
     soft_share: float = 0.5
     """Share of the loss whose labels are the target's law instead of the token that it drew."""
+    reach_share: float = 0.5
+    """Share of a slot's weight that counts only where all drafts before it are the text's."""
+    known_share: float = 0.75
+    """Share of the later slots that a Markov head lets know the token before them."""
     seed: int = 0
     """Of the first weights, the texts and the anchors."""
     checkpoint_s: float = 60.0
@@ -104,7 +112,7 @@ class LoopOptions:
         for name in ("rate", "max_norm", "gamma"):
             if not getattr(self, name) > 0:
                 raise InvalidSetting(name, getattr(self, name), "must be above 0")
-        for name in ("warm_up", "soft_share"):
+        for name in ("warm_up", "soft_share", "reach_share", "known_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidSetting(name, getattr(self, name), "must be between 0 and 1")
 

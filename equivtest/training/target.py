@@ -53,6 +53,11 @@ class Target:
         return cls(model.first_layers(model.config.num_layers), head, layer_ids)
 
     @property
+    def num_layers(self) -> int:
+        """Layers whose outputs are features."""
+        return len(self._recorder.layer_ids)
+
+    @property
     def feature_size(self) -> int:
         return len(self._recorder.layer_ids) * self.config.hidden_size
 
@@ -60,6 +65,10 @@ class Target:
         """float32 [..., hidden_size] for int64 [...]: where the drafter's residual stream begins."""
         embedded = self.model.embed(token_ids.flatten()).float()
         return embedded.view(*token_ids.shape, -1)
+
+    def embedding(self) -> Tensor:
+        """float32 [vocab_size, hidden_size]."""
+        return self.embed(torch.arange(self.config.vocab_size, device=self.device))
 
     def features_and_labels(self, token_ids: Tensor) -> tuple[Tensor, Labels]:
         """Outputs of the layers for texts int64 [num_texts, text_length]: [num_texts, text_length, feature_size] in the

@@ -21,7 +21,7 @@ from equivtest.decoder.hub import resolve_model
 from equivtest.decoder.weights import Checkpoint, load_checkpoint
 from equivtest.engines.base import EngineOptions as EngineOptions
 from equivtest.engines.decoder import DecoderEngine
-from equivtest.errors import InvalidSetting, RunExists, RunNotFound
+from equivtest.errors import InvalidSetting, RunExists, RunNotFound, UnsupportedModel
 from equivtest.files import sole_writer, write_whole
 from equivtest.training.card import EVALUATION_FILE, LOG_FILE, RECORD_FILE, write_card
 from equivtest.training.chat_frame import ChatFrame
@@ -95,7 +95,10 @@ def _fit(options: TrainOptions, folder: Path, checkpoint: Checkpoint, watcher: W
     target = Target.of(engine.model, checkpoint, config.target_layer_ids)
     del engine
     free_memory()
-    network = new_network(config, checkpoint, options.loop.seed).to(target.device)
+    network = new_network(config, checkpoint, options.loop.seed)
+    if options.network.start_from is not None:
+        start_from(network, Path(options.network.start_from))
+    network.to(target.device)
     loop = Loop(network, target, Lessons(texts, target, config.num_drafts, watcher), options.loop)
     material = {"texts": describe_texts(texts), "model_sha256": checkpoint.sha256, "network": asdict(config)}
     if saved.is_file():
@@ -178,6 +181,7 @@ def network_config(checkpoint: Checkpoint, frame: ChatFrame, options: NetworkOpt
         block_size=options.block_size,
         target_layer_ids=options.target_layer_ids or spread_layers(target.num_layers),
         mask_token_id=unused_token(checkpoint, frame) if mask is None else mask,
+        markov_head=options.markov_head,
     )
 
 
@@ -205,6 +209,17 @@ def new_network(config: DFlashConfig, checkpoint: Checkpoint, seed: int) -> DFla
         network = DFlashNetwork(config)
     network.norm.load_state_dict({"weight": checkpoint.weights["model.norm.weight"]})
     return network
+
+
+def start_from(network: DFlashNetwork, folder: Path) -> None:
+    """Give the network the weights of a trained one. Raises UnsupportedModel unless they are of the same shape and
+    convention; a Markov head that the trained one lacks is left as it is."""
+    trained = DFlashNetwork.load(folder)
+    own, other = asdict(network.config), asdict(trained.config)
+    for name, value in own.items():
+        if other[name] != value and not (name == "markov_head" and value):
+            raise UnsupportedModel(str(folder), f"{name} = {other[name]!r}: training asks for {value!r}")
+    network.load_state_dict(trained.state_dict(), strict=False)
 
 
 def unused_token(checkpoint: Checkpoint, frame: ChatFrame) -> int:

@@ -25,7 +25,8 @@ from equivtest.decoder.weights import load_checkpoint
 from equivtest.engines.base import EngineOptions
 from equivtest.engines.decoder import DecoderEngine
 from equivtest.errors import InvalidSetting, UnsupportedModel
-from equivtest.kernels.contract import SpecAccept
+from equivtest.kernels.contract import BlockDrafts, SpecAccept
+from equivtest.kernels.markov import markov_drafts
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Request, SamplingParams
 from tests.decoder.dflash_drafters import dflash_checkpoint, dflash_config, dflash_drafter, dflash_network, features_of
@@ -65,15 +66,18 @@ class Watch:
 
 
 @torch.inference_mode()
-def recomputed(target: Model, network: DFlashNetwork, text: Sequence[int]) -> Tensor:
-    """Logits [num_drafts, vocab_size] of the block behind a text, with nothing cached."""
+def recomputed(target: Model, network: DFlashNetwork, text: Sequence[int], proposal: Sequence[int]) -> Tensor:
+    """Logits [len(proposal), vocab_size] of the block behind a text, each row behind the draft before it, with nothing
+    cached."""
     config = network.config
     before = torch.zeros(0, config.feature_size, dtype=target.dtype)
     if len(text) > 1:
         before = features_of(target, text[:-1], config.target_layer_ids).cpu()
     block = target.embed(network.block_token_ids(torch.tensor(text[-1])).to(target.device)).cpu()
     hidden = network(before[None], block[None, None], torch.tensor([[len(text) - 1]]))[0, 0].to(target.device)
-    return target.logits(hidden.narrow(0, config.first_draft_row, config.num_drafts)).cpu()
+    previous = target.embed(torch.tensor([text[-1], *proposal[:-1]], device=target.device)).cpu()
+    rows = hidden.cpu().narrow(0, config.first_draft_row, len(proposal))
+    return target.logits(network.behind(rows, previous).to(target.device)).cpu()
 
 
 def proposals_of(drafter: DFlashDrafter, target: Model, *, max_draft: int = 8) -> Proposals:
@@ -95,7 +99,7 @@ def wrong(proposals: Proposals, target: Model, network: DFlashNetwork, tolerance
     different = 0
     for text, proposal in proposals.items():
         if proposal:
-            logits = recomputed(target, network, text)[: len(proposal)]
+            logits = recomputed(target, network, text, proposal)
             behind = logits.amax(dim=1) - logits.gather(1, torch.tensor(proposal)[:, None])[:, 0]
             different += bool((behind > tolerance).any())
     return different
@@ -106,6 +110,8 @@ def wrong(proposals: Proposals, target: Model, network: DFlashNetwork, tolerance
     [
         {},
         {"anchor_first": True},
+        {"markov_head": True},
+        {"markov_head": True, "anchor_first": True},
         {"block_size": 2, "num_layers": 1},
         {"block_size": 20, "num_kv_heads": 4, "target_layer_ids": (0, 1, 2, 3)},
     ],
@@ -124,6 +130,21 @@ def test_in_bfloat16_proposals_part_from_the_networks_at_near_ties_only() -> Non
     target = tiny_model(backend=BACKEND, dtype=torch.bfloat16)
     network = dflash_network(dflash_config(target.config)).to(torch.bfloat16)
     assert wrong(proposals_of(dflash_drafter(target), target), target, network, 0.3) == 0
+
+
+def test_a_markov_head_behind_the_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: later places know nothing of the token before them."""
+    target = tiny_model(backend=BACKEND)
+    drafter = dflash_drafter(target, markov_head=True)
+
+    def behind_nothing(logits: Tensor, *rest: Tensor) -> BlockDrafts:
+        places = [markov_drafts(logits[:, k : k + 1], *rest) for k in range(logits.shape[1])]
+        return BlockDrafts(torch.cat([place.token_ids for place in places], dim=1), None, None)
+
+    monkeypatch.setattr("equivtest.kernels.torch_layers.markov_drafts", behind_nothing)
+    proposals = proposals_of(drafter, target)
+    network = dflash_network(dflash_config(target.config, markov_head=True))
+    assert wrong(proposals, target, network) > len(proposals) / 4
 
 
 def stale(network: BlockNetwork) -> Callable[..., None]:

@@ -90,9 +90,11 @@ def test_a_shift_of_the_text_changes_nothing_but_a_shift_of_the_block_does() -> 
     assert float((results[0] - results[2]).abs().max()) > 1e-2
 
 
-def test_training_reaches_every_weight() -> None:
-    network = dflash_network(CONFIG)
-    network(*inputs()).square().sum().backward()
+@pytest.mark.parametrize("markov_head", [False, True])
+def test_training_reaches_every_weight(markov_head: bool) -> None:
+    network = dflash_network(dataclasses.replace(CONFIG, markov_head=markov_head))
+    hidden = network(*inputs())
+    network.behind(hidden, torch.randn(hidden.shape)).square().sum().backward()
     assert all(float(weight.grad.abs().max()) > 0 for weight in network.parameters() if weight.grad is not None)
     assert all(weight.grad is not None for weight in network.parameters())
 
@@ -107,13 +109,21 @@ def test_both_conventions_say_which_row_predicts_what(anchor_first: bool, num_dr
     assert (config.num_drafts, config.first_draft_row) == (num_drafts, first_row)
 
 
+def test_a_fresh_markov_head_changes_nothing_until_it_has_learned() -> None:
+    hidden, previous = torch.randn(2, 3, CONFIG.hidden_size), torch.randn(2, 3, CONFIG.hidden_size)
+    config = dataclasses.replace(CONFIG, markov_head=True)
+    assert torch.equal(DFlashNetwork(config).behind(hidden, previous), hidden)
+    assert not torch.equal(dflash_network(config).behind(hidden, previous), hidden)
+
+
+@pytest.mark.parametrize("markov_head", [False, True])
 @pytest.mark.parametrize("anchor_first", [False, True])
 @pytest.mark.parametrize("max_bytes", [10**9, 10_000])
 def test_what_is_saved_is_what_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anchor_first: bool, max_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anchor_first: bool, max_bytes: int, markov_head: bool
 ) -> None:
     monkeypatch.setattr(module, "MAX_FILE_BYTES", max_bytes)
-    network = dflash_network(dataclasses.replace(CONFIG, anchor_first=anchor_first))
+    network = dflash_network(dataclasses.replace(CONFIG, anchor_first=anchor_first, markov_head=markov_head))
     network.save(tmp_path, torch.float32)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert (len(files) > 1) == (tmp_path / "model.safetensors.index.json").exists() == (max_bytes < 10**9)

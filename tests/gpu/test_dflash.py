@@ -35,7 +35,14 @@ def on_gpu(backend: KernelBackend, dtype: torch.dtype = torch.float32) -> Model:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"anchor_first": True}, {"block_size": 7}, {"block_size": 20, "target_layer_ids": (0, 1, 2, 3)}]
+    "changes",
+    [
+        {},
+        {"anchor_first": True},
+        {"markov_head": True},
+        {"block_size": 7},
+        {"block_size": 20, "target_layer_ids": (0, 1, 2, 3)},
+    ],
 )
 def test_every_proposal_is_what_the_whole_network_gives_for_the_text(
     backend: KernelBackend, changes: dict[str, object]
@@ -81,7 +88,8 @@ def test_rounds_that_the_device_lays_out_are_the_hosts(acceptance: str, max_batc
     except KernelUnavailable as unavailable:
         pytest.skip(unavailable.reason)
     target = on_gpu(backend)
-    executor = build(backend, "dflash", model=target, acceptance=acceptance, max_batch=max_batch)
+    drafter = dflash_drafter(target, markov_head=True)
+    executor = build(backend, model=target, replace_drafter=drafter, acceptance=acceptance, max_batch=max_batch)
     requests = [
         dataclasses.replace(request, max_tokens=1 + 5 * (index % 6))
         for index, request in enumerate(requests_for(random_prompts(24), CONFIGS["topp95"]))

@@ -41,13 +41,14 @@ def test_a_drafter_is_trained_and_judged_on_the_gpu(tmp_path: Path) -> None:
 
 def test_the_loss_of_the_head_is_that_of_float32_up_to_rounding() -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(6000, 64, generator=generator), torch.randn(49_152, 64, generator=generator)
-    ids = torch.randint(49_152, (6000, 33), generator=generator)
-    probs = torch.rand(6000, 33, generator=generator).softmax(dim=-1)
+    hidden, head = torch.randn(1000, 6, 64, generator=generator), torch.randn(49_152, 64, generator=generator)
+    ids = torch.randint(49_152, (1000, 6, 33), generator=generator)
+    probs = torch.rand(1000, 6, 33, generator=generator).softmax(dim=-1)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         rows = hidden.cuda().requires_grad_()
-        loss = head_loss(rows, head.cuda().to(dtype), ids.cuda(), probs.cuda(), torch.full((6000,), 1 / 6000).cuda())
+        weights = torch.full((6,), 1 / 6000).cuda()
+        loss = head_loss(rows, head.cuda().to(dtype), ids.cuda(), probs.cuda(), weights, 0.5)
         loss.total.backward()
         assert rows.grad is not None
         found.append((loss.losses.detach(), rows.grad))

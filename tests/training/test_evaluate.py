@@ -129,10 +129,13 @@ def rounds_of(network: DFlashNetwork, target: Target, one: Asked, plain: Sequenc
     """Accepted drafts a round, counted as the text has them instead of by their probabilities."""
     from equivtest.training.evaluate import _judged
 
+    with torch.inference_mode():
+        successors = network.successors(target.embedding())
+
     counts: list[int] = []
     for request, generation in zip(one.requests, plain, strict=True):
         text = torch.tensor([*request.prompt_token_ids, *generation.token_ids.tolist()])
-        hits, _ = _judged(network, target, text, len(request.prompt_token_ids), request.params)
+        hits, _ = _judged(network, target, text, len(request.prompt_token_ids), request.params, successors)
         accepted, place = hits.cumprod(axis=1).sum(axis=1), 0
         # A decoder offers a whole block only if a token more than that may still come.
         while place < len(hits) - 1:
@@ -144,9 +147,12 @@ def rounds_of(network: DFlashNetwork, target: Target, one: Asked, plain: Sequenc
 def test_greedy_acceptance_is_a_match(network: DFlashNetwork, target: Target, asked: list, answers: list) -> None:
     from equivtest.training.evaluate import _judged
 
+    with torch.inference_mode():
+        successors = network.successors(target.embedding())
+
     one, generations = next((a, g) for a, g in zip(asked, answers, strict=True) if a.config == "greedy")
     text = torch.tensor([*one.requests[0].prompt_token_ids, *generations[0].token_ids.tolist()])
-    hits, probs = _judged(network, target, text, len(one.requests[0].prompt_token_ids), one.params)
+    hits, probs = _judged(network, target, text, len(one.requests[0].prompt_token_ids), one.params, successors)
     assert np.array_equal(hits[:, 0], probs[:, 0] == 1)
 
 

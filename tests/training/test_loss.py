@@ -6,36 +6,66 @@ import pytest
 import torch
 
 from equivtest.training import loss as module
-from equivtest.training.loss import head_loss, slot_weights
+from equivtest.training.loss import head_loss, reached, slot_weights
+
+BLOCKS, SLOTS = 8, 3
 
 
 def inputs() -> tuple[torch.Tensor, ...]:
+    """In half of the slots the first label is the likeliest token."""
     generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(23, 8, generator=generator, requires_grad=True)
+    hidden = torch.randn(BLOCKS, SLOTS, 8, generator=generator, requires_grad=True)
     head = torch.randn(50, 8, generator=generator)
-    ids = torch.randint(50, (23, 5), generator=generator)
-    ids[:, 1] = ids[:, 0]  # an id may stand in a law twice
-    probs = torch.rand(23, 5, generator=generator)
-    return hidden, head, ids, probs / probs.sum(dim=1, keepdim=True), torch.rand(23, generator=generator)
+    ids = torch.randint(50, (BLOCKS, SLOTS, 5), generator=generator)
+    hit = torch.rand(BLOCKS, SLOTS, generator=generator) < 0.5
+    ids[..., 0] = torch.where(hit, (hidden.detach() @ head.T).argmax(dim=-1), ids[..., 0])
+    ids[..., 2] = ids[..., 1]  # an id may stand in a law twice
+    probs = torch.rand(BLOCKS, SLOTS, 5, generator=generator)
+    return hidden, head, ids, probs / probs.sum(dim=-1, keepdim=True), torch.rand(SLOTS, generator=generator)
 
 
+@pytest.mark.parametrize("reach_share", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("chunk_entries", [1, 50 * 7, 1 << 28])
 def test_loss_and_gradient_are_those_of_plain_cross_entropy(
-    chunk_entries: int, monkeypatch: pytest.MonkeyPatch
+    chunk_entries: int, reach_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CHUNK_ENTRIES", chunk_entries)
     hidden, head, ids, probs, weights = inputs()
-    found = head_loss(hidden, head, ids, probs, weights)
+    found = head_loss(hidden, head, ids, probs, weights, reach_share)
     (found.total * 2).backward()
     ours = hidden.grad
     hidden.grad = None
     logits = hidden @ head.T
-    losses = -(probs * logits.log_softmax(dim=-1).gather(1, ids)).sum(dim=-1)
-    ((losses * weights).sum() * 2).backward()
+    losses = -(probs * logits.log_softmax(dim=-1).gather(-1, ids)).sum(dim=-1)
+    each = torch.zeros(BLOCKS, SLOTS)
+    for block in range(BLOCKS):
+        for slot in range(SLOTS):
+            is_reached = all(logits[block, k].argmax() == ids[block, k, 0] for k in range(slot))
+            each[block, slot] = weights[slot] * (1 - reach_share + reach_share * is_reached)
+    ((losses * each).sum() * 2).backward()
     torch.testing.assert_close(ours, hidden.grad, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found.losses, losses.detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.total, (losses * weights).sum(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.total, (losses * each).sum(), atol=1e-5, rtol=1e-5)
     assert torch.equal(found.drafts, logits.argmax(dim=-1))
+
+
+def test_a_slot_is_reached_when_all_before_it_are_hits() -> None:
+    hits = torch.tensor([[True, True, False, True], [False, True, True, True]])
+    assert reached(hits).tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+
+
+def test_slots_behind_a_miss_do_not_teach_when_reaching_is_all() -> None:
+    """The twin: with a share of 0 they do."""
+    hidden, head, ids, probs, weights = inputs()
+    behind = reached((hidden.detach() @ head.T).argmax(dim=-1) == ids[..., 0]) == 0
+    norms = []
+    for share in (1.0, 0.0):
+        hidden.grad = None
+        head_loss(hidden, head, ids, probs, weights, share).total.backward()
+        norms.append(hidden.grad[behind].norm(dim=-1))
+    assert behind.any()
+    assert float(norms[0].max()) == 0
+    assert float(norms[1].min()) > 0
 
 
 def test_a_label_that_is_off_by_one_has_another_gradient() -> None:

@@ -25,11 +25,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 from equivtest.decoder.config import ModelConfig, config_from_hf
+from equivtest.decoder.drafters.dflash_layers import Layer, MarkovHead, RMSNorm
 from equivtest.decoder.weights import load_weights, read_json
 from equivtest.errors import ModelUnavailable, UnsupportedModel
+from equivtest.kernels.registry import get_backend
 
 MAX_FILE_BYTES = 16_000_000
 """Most bytes of weights in one file."""
@@ -72,6 +73,8 @@ class DFlashConfig:
     """Which row predicts which token. False (mask-first): a mask row predicts its own place, the anchor's output is not
     used, and a block proposes block_size - 1 drafts. True: every row predicts the token after its place, the anchor's
     row the first draft, and a block proposes block_size drafts."""
+    markov_head: bool = False
+    """Whether a draft depends on the one before it, see `MarkovHead`."""
 
     def __post_init__(self) -> None:
         config = self.as_model()  # checks the fields it shares
@@ -158,6 +161,7 @@ class DFlashConfig:
             target_layer_ids=_integers(model, own, "target_layer_ids"),
             mask_token_id=_integer(model, own, "mask_token_id"),
             anchor_first=any(bool(own.get(key)) for key in _ANCHOR_FIRST_KEYS),
+            markov_head=bool(own.get("tied_markov_head")),
         )
 
     def to_json(self, folder: Path) -> None:
@@ -184,6 +188,7 @@ class DFlashConfig:
                 "target_layer_ids": list(self.target_layer_ids),
                 "mask_token_id": self.mask_token_id,
                 "sample_from_anchor": self.anchor_first,
+                "tied_markov_head": self.markov_head,
             },
         }
         (folder / "config.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
@@ -211,12 +216,15 @@ class DFlashNetwork(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-        self.hidden_norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_layers))
-        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config.as_model()) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = MarkovHead(config.hidden_size, config.rms_norm_eps) if config.markov_head else None
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+        if self.markov_head is not None:
+            nn.init.zeros_(self.markov_head.down_proj.weight)  # begins as if it were not there
 
     def forward(self, features: Tensor, block_hidden: Tensor, context_lens: Tensor) -> Tensor:
         """Hidden states for the target's head, [B, N, block_size, hidden_size], of N blocks in each of B texts.
@@ -240,6 +248,32 @@ class DFlashNetwork(nn.Module):
             hidden = layer(hidden, context, rotary, mask)
         normed: Tensor = self.norm(hidden)
         return normed.view(batch, num_blocks, block_size, hidden_size)
+
+    def behind(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Hidden states for the head of places, each behind a given token: [..., K, hidden_size] of `forward`'s rows
+        that predict drafts. previous: the same, the target's embeddings of the tokens before them, the anchor first."""
+        return hidden if self.markov_head is None else self.markov_head(hidden, previous)
+
+    def successors(self, embedding: Tensor) -> Tensor | None:
+        """What each token says of the one after it, [vocab_size, hidden_size], for `drafts`. None: nothing.
+
+        embedding: the target's, [vocab_size, hidden_size].
+        """
+        return None if self.markov_head is None else self.markov_head.successors(embedding)
+
+    def drafts(self, hidden: Tensor, anchor_ids: Tensor, head: Tensor, successors: Tensor | None) -> Tensor:
+        """int64 [N, K], each the likeliest token of its place, behind the draft before it if there is a Markov head.
+
+        hidden: [N, K, hidden_size] of `forward`'s rows that predict drafts. anchor_ids: int64 [N]. head: the target's,
+        [vocab_size, hidden_size].
+        """
+        if self.markov_head is None or successors is None:
+            return (hidden.to(head.dtype) @ head.T).argmax(dim=-1)
+        gates = self.markov_head.gates(hidden)
+        fed = hidden.clone()
+        fed[:, 0] += gates[:, 0] * successors[anchor_ids]
+        logits = fed.to(head.dtype) @ head.T
+        return get_backend("reference").layers.markov_drafts(logits, gates, successors, head).token_ids
 
     def block_token_ids(self, anchors: Tensor) -> Tensor:
         """[..., block_size]: each anchor (int64 [...]) and mask tokens."""
@@ -301,79 +335,6 @@ def attention_mask(context_lens: Tensor, num_context: int, block_size: int) -> T
     own = torch.eye(num_blocks, dtype=torch.bool, device=device).repeat_interleave(block_size, dim=1)
     mask = torch.cat([context, own.expand(batch, -1, -1)], dim=2)
     return mask.repeat_interleave(block_size, dim=1).unsqueeze(1)
-
-
-class _RMSNorm(nn.Module):
-    """In float32, cast back before the weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * (wide.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
-        return self.weight * normed.to(x.dtype)
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.head_dim, self.group = config.head_dim, config.num_heads // config.num_kv_heads
-        inner, kv_inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_inner, bias=False)
-        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
-        self.q_norm = _RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = _RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def forward(self, hidden: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """hidden: [B, rows, hidden_size]. context: [B, T, hidden_size]. rotary: of context and rows together."""
-        seen = torch.cat([context, hidden], dim=1)
-        cos, sin = rotary
-        rows = slice(context.shape[1], None)
-        query = _rotate(self.q_norm(self._heads(self.q_proj(hidden))), cos[:, :, rows], sin[:, :, rows])
-        key = _rotate(self.k_norm(self._heads(self.k_proj(seen))), cos, sin).repeat_interleave(self.group, dim=1)
-        value = self._heads(self.v_proj(seen)).repeat_interleave(self.group, dim=1)
-        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return out
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, heads, rows, head_dim]."""
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = _Attention(config), _MLP(config)
-        self.input_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, hidden: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        # The context enters as it is: the layer's own norm is for the block alone.
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rotary, mask)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return out
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _split(weights: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
