@@ -1,8 +1,8 @@
 """The CUDA backend: our own kernels (kernels_ext/cuda), compiled on first use (see `cuda_library`).
 
 `accept_logits` is what decoding uses: one block a row of logits finds the law's threshold, judges the draft and draws,
-and no probability is written. The plain contract beside it (`verify_probs`, `spec_accept`, `sample`) runs the same
-device code and waits for the device to see whether a row was refused.
+and no probability is written; few rows are read by several blocks each. The plain contract beside it (`verify_probs`,
+`spec_accept`, `sample`) runs the same device code and waits for the device to see whether a row was refused.
 """
 
 from __future__ import annotations

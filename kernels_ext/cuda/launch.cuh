@@ -26,28 +26,47 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-inline bool can_overlap() {
-  int device = 0, major = 0;
-  return kOverlapLaunches && cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+// Of the current device; 0 where it does not say.
+inline int device_attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  const bool told = cudaGetDevice(&device) == cudaSuccess &&
+                    cudaDeviceGetAttribute(&value, which, device) == cudaSuccess;
+  return told ? value : 0;
 }
 
-// Launches on the stream. Null, or what CUDA says is wrong.
+// Overlapped launches and clusters of blocks came with the same generation.
+inline bool is_sm_90() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+
+// Launches on the stream, `cluster` blocks along z together (more than one from sm_90 on). Null, or what CUDA says is
+// wrong.
 template <class... Params, class... Args>
-const char* launch(void (*kernel)(Params...), dim3 grid, unsigned threads, size_t shared_bytes, void* stream,
-                   Args... args) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+const char* launch_clusters(void (*kernel)(Params...), dim3 grid, unsigned cluster, unsigned threads,
+                            size_t shared_bytes, void* stream, Args... args) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &overlap;
-  config.numAttrs = can_overlap() ? 1 : 0;
+  config.attrs = attributes;
+  if (kOverlapLaunches && is_sm_90()) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = 1;
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = cluster;
+  }
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <class... Params, class... Args>
+const char* launch(void (*kernel)(Params...), dim3 grid, unsigned threads, size_t shared_bytes, void* stream,
+                   Args... args) {
+  return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, args...);
 }
 
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -1,14 +1,19 @@
 // What one block does with one row of logits or probabilities: its law as a threshold, and draws from it.
 //
 // The cut of a filter is found without sorting and without writing probabilities. All filters are thresholds on the
-// logit x, since z = x / temperature is monotone. One pass over the row gives its maximum and total mass, and for every
-// thread the largest logit that it met. One of the smaller of those is a floor that some four thousand tokens reach,
-// whatever the row looks like; they are gathered in shared memory, in vocabulary order. Where the filters provably keep
-// none but these, everything after is arithmetic on them; otherwise the same is done over the whole row.
+// logit x, since z = x / temperature is monotone. One pass over the row gives for every thread the largest logit that
+// it met, and so the row's. One of the smaller of those is a floor that some four thousand tokens reach, whatever the
+// row looks like. A second pass gives the total mass and gathers these tokens in shared memory, in vocabulary order.
+// Where the filters provably keep none but these, everything after is arithmetic on them; otherwise the same is done
+// over the whole row.
 //
-// Sums have a fixed order (no floating-point atomics): a call gives the same tokens every time.
+// Both passes may be shared by the blocks of a cluster: the first of them has the tokens of all and goes on alone.
+//
+// Sums have a fixed order (no floating-point atomics) and none depends on how many blocks share a row: the total is one
+// of integers. So a row gives the same tokens every time, alone and beside others.
 #pragma once
 
+#include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -91,20 +96,65 @@ struct Slices {
   __device__ __forceinline__ float end(int index) const { return low + static_cast<float>(index + 1) * step + pad; }
 };
 
+// The largest logit that a thread met, as a key, and the first vector of the row where it stands.
+struct Best {
+  uint32_t key;
+  int vector;
+};
+
+// What a block finds in its part of a row.
+struct Part {
+  unsigned long long units;  // of mass
+  int count;                 // of gathered tokens; -1 where they do not fit
+  bool bad;                  // whether there is a NaN or +infinity
+};
+
 // Shared memory of a block beside the gathered tokens.
 struct Shared {
-  uint32_t counts_of[kSlices];
+  union {
+    uint32_t counts_of[kSlices];
+    Best best[kThreads];
+  };
+  Part part;
+  unsigned long long units[kWarps];
   int found[2];
   double sums[kSums][kWarps];
   double total[kSums];
   float floats[kWarps];
   int ints[kWarps];
+  uint32_t keys[2][kWarps];
   uint32_t counts[2][kLoadsInFlight / 2][kWarps];
   double coins[8];  // by purpose
   long long token;
 };
 
-__device__ __forceinline__ double warp_sum(double value) {
+// The blocks that share a row, each with memory that the others can reach.
+struct Cluster {
+  int rank, size;
+
+  // All threads of all blocks have come here, and what they wrote in shared memory is seen by the others.
+  __device__ __forceinline__ void sync() const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (size > 1) {
+      cooperative_groups::this_cluster().sync();
+      return;
+    }
+#endif
+    __syncthreads();
+  }
+
+  // Where block `other` keeps what this block keeps at `own`, in shared memory.
+  template <class T>
+  __device__ __forceinline__ T* in_block(int other, T* own) const {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (size > 1) return cooperative_groups::this_cluster().map_shared_rank(own, other);
+#endif
+    return own;
+  }
+};
+
+template <class Number>
+__device__ __forceinline__ Number warp_sum(Number value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
   return value;
@@ -156,6 +206,39 @@ __device__ inline double block_sum(double value, Shared& shared) {
   return warp_sum(shared.sums[0][threadIdx.x % 32]);  // every warp alike
 }
 
+// Integers, whose order is of no matter.
+__device__ inline unsigned long long block_sum(unsigned long long value, Shared& shared) {
+  value = warp_sum(value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.units[threadIdx.x / 32] = value;
+  __syncthreads();
+  return warp_sum(shared.units[threadIdx.x % 32]);
+}
+
+// Of what the threads hold: what is before this one's, what is through it, and all. `through` is, to the bit, what the
+// next thread has as `before`.
+struct Prefix {
+  double before, through, total;
+};
+
+__device__ inline Prefix block_prefix(double value, Shared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const double in_warp = prefix_sum(value);
+  __syncthreads();  // the last reader of these sums is done
+  if (lane == 31) shared.sums[0][warp] = in_warp;
+  __syncthreads();
+  const double of_warps = prefix_sum(shared.sums[0][lane]);
+  const double earlier = __shfl_sync(~0u, of_warps, max(warp - 1, 0));
+  const double of_warp = __shfl_sync(~0u, of_warps, warp);
+  Prefix out;
+  const double start = warp > 0 ? earlier : 0.0;
+  out.through = lane == 31 ? of_warp : start + in_warp;
+  out.before = __shfl_up_sync(~0u, out.through, 1);
+  if (lane == 0) out.before = start;
+  out.total = __shfl_sync(~0u, of_warps, 31);
+  return out;
+}
+
 __device__ inline float block_min(float value, Shared& shared) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) value = fminf(value, __shfl_xor_sync(~0u, value, offset));
@@ -185,13 +268,32 @@ __device__ inline void block_argmax(float* value, int* id, Shared& shared) {
   }
 }
 
-// The `rank`-th largest of the threads' values, but for its last bits: at least so many reach it.
-__device__ inline float block_rank(float value, int rank) {
-  constexpr int kShift = 12;
-  const uint32_t key = key_of(value) >> kShift;
-  uint32_t from = 0;
+// Integers from least to most.
+struct Range {
+  uint32_t least, most;
+};
+
+__device__ inline Range block_range(uint32_t value, Shared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Range own{__reduce_min_sync(~0u, value), __reduce_max_sync(~0u, value)};
+  __syncthreads();
+  if (lane == 0) shared.keys[0][warp] = own.least, shared.keys[1][warp] = own.most;
+  __syncthreads();
+  return {__reduce_min_sync(~0u, shared.keys[0][lane]), __reduce_max_sync(~0u, shared.keys[1][lane])};
+}
+
+// The `rank`-th largest of the threads' keys, all in `range`, but for its last bits and as a float: at least so many
+// reach it.
+template <class T>
+__device__ inline float block_rank(uint32_t key, int rank, const Range& range) {
+  constexpr int kShift = sizeof(T) == 2 ? 16 : 12;  // a bfloat16 has no more bits
+  key >>= kShift;
+  const uint32_t most = range.most >> kShift, differing = most ^ range.least >> kShift;
+  uint32_t bit = differing ? 1u << (31 - __clz(static_cast<int>(differing))) : 0;
+  uint32_t from = most & ~(2 * bit - 1);  // the bits before are the same in all
+  if (bit == 0) from = most;
 #pragma unroll 1
-  for (uint32_t bit = 1u << (31 - kShift); bit > 0; bit >>= 1) {
+  for (; bit > 0; bit >>= 1) {
     if (__syncthreads_count(key >= (from | bit)) >= rank) from |= bit;
   }
   return from <= key_of(-kInfinity) >> kShift ? -kInfinity : of_key(from << kShift);
@@ -230,11 +332,12 @@ struct Reader {
 
   __device__ __forceinline__ void load(int vector, float (&x)[kWidth]) const { unpack(bits(vector), x); }
 
-  // This thread's vectors from `first` on, kThreads apart; asked for ahead, they arrive while others are looked at.
-  __device__ __forceinline__ void load_group(int first, uint4 (&raw)[kLoadsInFlight]) const {
+  // This thread's vectors from `first` on and before `end`, kThreads apart; asked for ahead, they arrive while others
+  // are looked at.
+  __device__ __forceinline__ void load_group(int first, int end, uint4 (&raw)[kLoadsInFlight]) const {
 #pragma unroll
     for (int k = 0; k < kLoadsInFlight; ++k) {
-      if (first + k * kThreads < num_vectors()) raw[k] = bits(first + k * kThreads);
+      if (first + k * kThreads < end) raw[k] = bits(first + k * kThreads);
     }
   }
 
@@ -336,6 +439,18 @@ __device__ __forceinline__ Interval interval(float low, float high) {
   return {key_of(low) >> kKeyShift<T>, (key_of(high) >> kKeyShift<T>)+1};
 }
 
+// The largest bfloat16 of a key: the value itself, where that is the type.
+template <class T>
+__device__ __forceinline__ float largest_of(uint32_t key) {
+  return sizeof(T) == 2 ? of_key(key << 16 | (key & 0x8000u ? 0 : 0xffffu)) : of_key(key);
+}
+
+// A threshold, and the weight of the items that reach it.
+struct Cut {
+  float at;
+  double mass;
+};
+
 // The slices first .. last - 1 where the threshold of `target` lies, found by counting the tokens of each: what a slice
 // weighs is between its count times the weight at either end. Counts are integers: their order is of no matter.
 template <class T, class Weight>
@@ -389,10 +504,53 @@ __device__ int2 narrow(const Items<T>& items, const Weight& weight, double targe
   return make_int2(shared.found[0], shared.found[1]);
 }
 
-// The largest threshold of an interval that tokens of weight `target` reach; the smallest where none is reached.
+// The largest threshold of an interval that tokens of weight `target` reach; the smallest where none is reached. Every
+// key of the interval, kSlices at most, has a count of its own: its tokens are equal and weigh the same.
 template <class T, class Weight>
-__device__ float find_cut(const Items<T>& items, Weight weight, double target, Interval in, Shared& shared) {
+__device__ Cut cut_by_key(const Items<T>& items, const Weight& weight, double target, Interval in, Shared& shared) {
+  static_assert(kSlices == 2 * kThreads);
+  const uint32_t last = in.to - in.from - 1;
+  __syncthreads();
+  for (int i = threadIdx.x; i < kSlices; i += kThreads) shared.counts_of[i] = 0;
+  if (threadIdx.x == 0) shared.found[0] = 0;
+  __syncthreads();
+  items.for_each(
+      [&](float x) {
+        const uint32_t key = key_of(x + 0.0f) >> kKeyShift<T>;  // -0 is 0
+        if (key >= in.from) atomicAdd(&shared.counts_of[min(key - in.from, last)], 1u);
+      },
+      [] {});
+  __syncthreads();
+  double own[2];  // a thread has two keys; those of the largest logits come first
+  const auto slice = [](int i) { return kSlices - 1 - (2 * static_cast<int>(threadIdx.x) + i); };
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t count = shared.counts_of[slice(i)];
+    own[i] = count > 0 ? count * static_cast<double>(weight(largest_of<T>(in.from + slice(i)))) : 0.0;
+  }
+  const Prefix prefix = block_prefix(own[0] + own[1], shared);
+  const double reached[2] = {prefix.before + own[0], prefix.through};
+  // Only where the sums come to reach the target, so that few threads write. Rounding may let them do so twice.
+  if (reached[0] >= target && (threadIdx.x == 0 || prefix.before < target)) atomicMax(&shared.found[0], slice(0));
+  if (reached[1] >= target && reached[0] < target) atomicMax(&shared.found[0], slice(1));
+  __syncthreads();
+  const int found = shared.found[0];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (slice(i) == found) shared.total[0] = reached[i];
+  }
+  __syncthreads();
+  return {smallest_of<T>(in.from + min(static_cast<uint32_t>(found), last)), shared.total[0]};
+}
+
+// The same for any interval: a few thresholds a pass.
+template <class T, class Weight>
+__device__ Cut find_cut(const Items<T>& items, Weight weight, double target, Interval in, Shared& shared) {
+  if constexpr (sizeof(T) == 2) {
+    if (in.to - in.from <= kSlices) return cut_by_key(items, weight, target, in, shared);
+  }
   uint32_t from = in.from, to = in.to;
+  double mass = -1;
   while (to - from > 1) {
     float cuts[kCuts], part[kCuts] = {};
     double reached[kSums] = {};
@@ -417,75 +575,58 @@ __device__ float find_cut(const Items<T>& items, Weight weight, double target, I
     for (int j = 0; j < kCuts; ++j) {  // rising thresholds, falling weights
       const uint32_t key = from + static_cast<uint32_t>((static_cast<uint64_t>(to - from) * (j + 1)) / (kCuts + 1));
       if (reached[j] >= target) {
-        new_from = key;
+        new_from = key, mass = reached[j];
       } else if (key < new_to) {
         new_to = key;
       }
     }
     from = new_from, to = new_to;
   }
-  return smallest_of<T>(from);
+  const float at = smallest_of<T>(from);
+  if (mass < 0) {  // no threshold that was tried is reached
+    mass = 0;
+    float part = 0;
+    items.for_each([&](float x) { part += x >= at ? weight(x) : 0.0f; }, [&] { mass += part, part = 0; });
+    mass = block_sum(mass, shared);
+  }
+  return {at, mass};
 }
 
-// One block's view of a row of logits.
+// A row of logits as its blocks see it. All of them read it together; what comes after is for the first one.
 template <class T>
 class LogitRow {
  public:
-  __device__ LogitRow(const T* row, int vocab_size, Shared& shared, float* gathered_x, int* gathered_ids)
-      : reader_(row, vocab_size), shared_(shared), gathered_x_(gathered_x), gathered_ids_(gathered_ids) {}
+  __device__ LogitRow(const T* row, int vocab_size, Cluster cluster, Shared& shared, float* gathered_x,
+                      int* gathered_ids)
+      : reader_(row, vocab_size),
+        cluster_(cluster),
+        shared_(shared),
+        gathered_x_(gathered_x),
+        gathered_ids_(gathered_ids) {
+    // Blocks have whole rounds of kThreads vectors: what a thread meets in all of them does not depend on their number.
+    const int rounds = (reader_.num_vectors() + kThreads - 1) / kThreads;
+    const int each = (rounds + cluster.size - 1) / cluster.size * kThreads;
+    const int begin = min(cluster.rank * each, reader_.num_vectors());
+    ask_for(begin, min(begin + each, reader_.num_vectors()));
+  }
 
-  // Maximum and mass of the row, or what is wrong with it. Every thread returns the same.
+  // Maximum and mass of the row, or what is wrong with it, and the tokens that the filters are likely to look at. Every
+  // thread of the first block returns the same; the others have then done their part.
   __device__ Problem read(const RowLaw& law, float* value) {
-    constexpr int kWidth = Reader<T>::kWidth;
     const float temperature = law.temperature > 0 ? law.temperature : 1.0f;
     weight_.scale = fminf(1.44269504088896f / temperature, 3e38f);
-    const int num_vectors = reader_.num_vectors();
-    float best = -kInfinity;
-    int best_id = 0x7fffffff;
-    double mass = 0;
-    uint4 next[kLoadsInFlight];
-    reader_.load_group(threadIdx.x, next);
-    for (int first = threadIdx.x; first < num_vectors; first += kThreads * kLoadsInFlight) {
-      uint4 raw[kLoadsInFlight];
-#pragma unroll
-      for (int k = 0; k < kLoadsInFlight; ++k) raw[k] = next[k];
-      reader_.load_group(first + kThreads * kLoadsInFlight, next);
-#pragma unroll
-      for (int k = 0; k < kLoadsInFlight; ++k) {
-        if (first + k * kThreads >= num_vectors) break;
-        float x[kWidth];
-        reader_.unpack(raw[k], x);
-        float largest = x[0];
-#pragma unroll
-        for (int j = 1; j < kWidth; ++j) largest = fmaxf(largest, x[j]);
-        if (largest > best) {
-          if (mass > 0) mass *= exp2_fast((best - largest) * weight_.scale);
-          best = largest;
-#pragma unroll
-          for (int j = kWidth - 1; j >= 0; --j) {
-            if (x[j] == largest) best_id = (first + k * kThreads) * kWidth + j;
-          }
-        }
-        const float base = best == -kInfinity ? 0.0f : best;
-        float part = 0;  // NaN where the row holds NaN or +infinity
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) part += exp2_fast((x[j] - base) * weight_.scale);
-        mass += part;
-      }
-    }
-    floor_ = block_rank(best, kFloorRank);
-    const float own_best = best;
-    block_argmax(&best, &best_id, shared_);
-    weight_.max = best, best_id_ = best_id;
-    if (mass > 0 && own_best < best) mass *= exp2_fast((own_best - best) * weight_.scale);
-    total_ = block_sum(mass, shared_);
-    if (isnan(total_)) {
+    find_max(law.temperature == 0);
+    const bool filters =
+        law.temperature > 0 && (law.top_p < 1 || law.min_p > 0 || (law.top_k > 0 && law.top_k < reader_.vocab_size));
+    const bool bad = add_up(filters ? fmaxf(floor_, -FLT_MAX) : kInfinity);
+    if (cluster_.rank != 0) return kNoProblem;
+    if (bad) {
       *value = first_bad();
       return kNotANumber;
     }
-    *value = best;
-    if (best == -kInfinity) return kNothingFinite;
-    *value = best / temperature;
+    *value = weight_.max;
+    if (weight_.max == -kInfinity) return kNothingFinite;
+    *value = weight_.max / temperature;
     return isfinite(*value) ? kNoProblem : kOverflow;
   }
 
@@ -501,26 +642,30 @@ class LogitRow {
       // Tokens below this weigh less, all together, than the filter may cut; the slack covers the rounding of exp2.
       const float lost = static_cast<float>((1.0 - static_cast<double>(law.top_p)) * total_ / vocab_size);
       mass_floor = weight_.max + (log2f(lost) - 2e-3f) / weight_.scale - 2e-6f * fabsf(weight_.max);
+      mass_floor = fminf(mass_floor, weight_.max);
       floor = fmaxf(floor, mass_floor);
     }
-    floor = fminf(floor, weight_.max);
-    const float gathered_from = fmaxf(floor, -FLT_MAX);  // -infinity weighs nothing, and is what a row is padded with
-    const int count = gather([=](float x) { return x >= gathered_from; });
-    if (count >= 0) items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
-    if (count < 0 || !holds_all(law, by_count, by_mass, floor)) {
+    if (num_gathered_ < 0 && floor > floor_) {  // many are equal at the floor, but they are not needed
+      ask_for(0, reader_.num_vectors());
+      num_gathered_ = gather([=](float x) { return x >= floor; }, [](const auto&) {});
+    }
+    const auto look_at_all = [&] {
       items_ = Items<T>{reader_.row, nullptr, nullptr, vocab_size, true};
-      floor = by_count || !by_mass ? -kInfinity : fminf(mass_floor, weight_.max);
-    }
-    float cut = -kInfinity;
-    if (by_count) {
-      cut = cut_at([](float) { return 1.0f; }, law.top_k, floor);
-    }
+      floor = by_count ? -kInfinity : mass_floor;
+    };
+    items_ = Items<T>{reader_.row, gathered_x_, gathered_ids_, num_gathered_, false};
+    if (num_gathered_ < 0 || !holds_all(law, by_count, by_mass, floor)) look_at_all();
+    Cut cut{-kInfinity, 0};
+    if (by_count) cut = cut_at([](float) { return 1.0f; }, law.top_k, floor);
     if (by_mass) {
-      weight_.cut = cut;
-      const double kept = by_count ? kept_mass() : total_;
+      weight_.cut = cut.at;
       const LogitWeight weight = weight_;
-      const double target = static_cast<double>(law.top_p) * kept;
-      cut = fmaxf(cut, cut_at(weight, target, floor));
+      const double target = static_cast<double>(law.top_p) * (by_count ? kept_mass() : total_);
+      for (;; look_at_all()) {
+        cut = cut_at(weight, target, floor);
+        if (cut.mass >= target || items_.whole_row) break;  // else what is missing was not gathered
+      }
+      cut.at = fmaxf(cut.at, weight.cut);
     }
     if (by_min) {
       float smallest = weight_.max;
@@ -529,30 +674,126 @@ class LogitRow {
             if (weight_.raw(x) >= law.min_p) smallest = fminf(smallest, x);
           },
           [] {});
-      cut = fmaxf(cut, block_min(smallest, shared_));
+      cut.at = fmaxf(cut.at, block_min(smallest, shared_));
     }
-    weight_.cut = cut;
-    weight_.norm = kept_mass();
+    weight_.cut = cut.at;
+    weight_.norm = by_mass && !by_min ? cut.mass : kept_mass();
   }
 
   __device__ const Items<T>& items() const { return items_; }
   __device__ const LogitWeight& weight() const { return weight_; }
-  __device__ int best_id() const { return best_id_; }
-  __device__ float x(int64_t id) const { return to_float(reader_.row[id]); }
+
+  // The first token of the largest logit, where the law is greedy.
+  __device__ int best_id() const {
+    float x[Reader<T>::kWidth];
+    reader_.load(best_vector_, x);
+    int id = 0;
+#pragma unroll
+    for (int j = Reader<T>::kWidth - 1; j >= 0; --j) {
+      if (x[j] == weight_.max) id = best_vector_ * Reader<T>::kWidth + j;
+    }
+    return id;
+  }
 
  private:
-  // Whether the filters keep none but the gathered tokens, which are the items.
+  // The next pass is over the vectors begin .. end - 1; the first of them are on their way.
+  __device__ void ask_for(int begin, int end) {
+    begin_ = begin, end_ = end;
+    reader_.load_group(begin + static_cast<int>(threadIdx.x), end, next_);
+  }
+
+  // The largest logit of every thread, of all blocks; from these the maximum, where it stands if asked, and the floor.
+  __device__ void find_max(bool where) {
+    constexpr int kWidth = Reader<T>::kWidth;
+    float largest = -kInfinity;
+    int vector = 0x7fffffff;
+    for (int first = begin_ + static_cast<int>(threadIdx.x); first < end_; first += kThreads * kLoadsInFlight) {
+      uint4 raw[kLoadsInFlight];
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) raw[k] = next_[k];
+      reader_.load_group(first + kThreads * kLoadsInFlight, end_, next_);
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        if (first + k * kThreads >= end_) break;
+        float x[kWidth];
+        reader_.unpack(raw[k], x);
+#pragma unroll
+        for (int j = 1; j < kWidth; ++j) x[0] = fmaxf(x[0], x[j]);
+        if (x[0] > largest) largest = x[0], vector = first + k * kThreads;
+      }
+    }
+    ask_for(begin_, end_);
+    Best best{key_of(largest + 0.0f), vector};  // -0 is 0: the lower id wins
+    if (cluster_.size > 1) {
+      shared_.best[threadIdx.x] = best;
+      cluster_.sync();
+      for (int i = 1; i < cluster_.size; ++i) {
+        const int block = cluster_.rank + i < cluster_.size ? cluster_.rank + i : cluster_.rank + i - cluster_.size;
+        const Best other = cluster_.in_block(block, shared_.best)[threadIdx.x];
+        if (other.key > best.key || (other.key == best.key && other.vector < best.vector)) best = other;
+      }
+    }
+    const Range range = block_range(best.key, shared_);
+    weight_.max = of_key(range.most);
+    floor_ = block_rank<T>(best.key, kFloorRank, range);
+    if (where) best_vector_ = block_range(best.key == range.most ? best.vector : 0x7fffffff, shared_).least;
+  }
+
+  // Total mass, and the tokens from `floor` on, of all blocks: the first one has them. Returns whether the row holds a
+  // NaN or +infinity, which make its mass a NaN.
+  __device__ bool add_up(float floor) {
+    // A sum of integers, far from overflow, that is the same however the row is shared out. What a vector's mass is
+    // rounded by, at most 2^(bits of the vocabulary - 62), is far less than float32 rounds a weight by.
+    const float unit = static_cast<float>(1ull << (61 - (32 - __clz(reader_.vocab_size))));
+    const float base = weight_.max == -kInfinity ? 0.0f : weight_.max;
+    unsigned long long units = 0;
+    bool bad = false;
+    const int own_count = gather(
+        [=](float x) { return x >= floor; },
+        [&](const float(&x)[Reader<T>::kWidth]) {
+          float part = 0;
+#pragma unroll
+          for (int j = 0; j < Reader<T>::kWidth; ++j) part += exp2_fast((x[j] - base) * weight_.scale);
+          bad |= isnan(part);
+          units += __float2ull_rn(part * unit);
+        });
+    units = block_sum(units, shared_);
+    bad = __syncthreads_or(bad);
+    if (threadIdx.x == 0) shared_.part = {units, own_count, bad};
+    cluster_.sync();
+    units = 0;
+    int count = 0, before = 0;
+    bool fits = true;
+    for (int i = 0; i < cluster_.size; ++i) {
+      const Part part = *cluster_.in_block(i, &shared_.part);
+      if (i == cluster_.rank) before = count;
+      units += part.units, count += max(part.count, 0);
+      fits = fits && part.count >= 0, bad = bad || part.bad;
+    }
+    fits = fits && count <= kCapacity;
+    if (cluster_.rank > 0 && fits) {
+      float* x = cluster_.in_block(0, gathered_x_) + before;
+      int* ids = cluster_.in_block(0, gathered_ids_) + before;
+      for (int i = threadIdx.x; i < own_count; i += kThreads) x[i] = gathered_x_[i], ids[i] = gathered_ids_[i];
+    }
+    if (cluster_.size > 1) cluster_.sync();  // the first block has all; nobody looks at the others any more
+    total_ = static_cast<double>(units) / unit;
+    num_gathered_ = fits ? count : -1;
+    return bad;
+  }
+
+  // Whether the filters keep none but the gathered tokens, which are the items; for top_p alone its cut will tell.
   __device__ bool holds_all(const RowLaw& law, bool by_count, bool by_mass, float floor) {
     if (by_count) return items_.count >= law.top_k;
-    if (by_mass) return kept_mass() >= static_cast<double>(law.top_p) * total_;
-    return floor == -kInfinity || weight_.raw(floor) < law.min_p;
+    return by_mass || floor == -kInfinity || weight_.raw(floor) < law.min_p;
   }
 
   // The largest threshold that items of weight `target` reach; it is at least `low`. Of a whole row only the tokens near
   // it are looked at more than a few times.
   template <class Weight>
-  __device__ float cut_at(const Weight& weight, double target, float low) {
+  __device__ Cut cut_at(const Weight& weight, double target, float low) {
     low = fmaxf(low, -FLT_MAX);
+    double above = 0;
     Interval in = interval<T>(low, weight_.max);
     Items<T> near = items_;
     if (items_.whole_row) {
@@ -560,22 +801,25 @@ class LogitRow {
       const float bottom = fmaxf(low, weight_.max - 126.0f / weight_.scale);
       const Slices slices(bottom, weight_.max);
       const int2 found = narrow(items_, weight, target, low, weight_.max, slices, shared_);
-      const int count = gather([&](float x) {
+      const auto is_near = [&](float x) {
         const int slice = slices.of(x);
         return x >= low && slice >= found.x && slice < found.y;
-      });
+      };
+      ask_for(0, reader_.num_vectors());
+      const int count = gather(is_near, [](const auto&) {});
       if (found.x > 0) low = fmaxf(low, slices.begin(found.x));
       in = interval<T>(low, found.y == kSlices ? weight_.max : fminf(weight_.max, slices.end(found.y - 1)));
       if (count >= 0) {
-        double above = 0;
         float part = 0;
         items_.for_each([&](float x) { part += slices.of(x) >= found.y ? weight(x) : 0.0f; },
                         [&] { above += part, part = 0; });
-        target -= block_sum(above, shared_);
+        above = block_sum(above, shared_);
         near = Items<T>{reader_.row, gathered_x_, gathered_ids_, count, false};
       }
     }
-    return find_cut(near, weight, target, in, shared_);
+    Cut cut = find_cut(near, weight, target - above, in, shared_);
+    cut.mass += above;
+    return cut;
   }
 
   __device__ double kept_mass() {
@@ -585,26 +829,30 @@ class LogitRow {
     return block_sum(mass, shared_);
   }
 
-  // Tokens that `keep` keeps, in vocabulary order; returns their number, -1 where they do not fit.
-  template <class Keep>
-  __device__ int gather(const Keep& keep) {
+  // Tokens that `keep` keeps of the vectors asked for, in vocabulary order; returns their number, -1 where they do not
+  // fit. Calls see(x) for every vector of this thread.
+  template <class Keep, class See>
+  __device__ int gather(const Keep& keep, const See& see) {
     constexpr int kWidth = Reader<T>::kWidth, kPairs = kLoadsInFlight / 2;
     constexpr uint32_t kOwn = (1u << kWidth) - 1;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int num_vectors = reader_.num_vectors();
     int count = 0, buffer = 0;
-    for (int first = 0; first < num_vectors; first += kThreads * kLoadsInFlight, buffer ^= 1) {
+    for (int first = begin_; first < end_; first += kThreads * kLoadsInFlight, buffer ^= 1) {
       uint4 raw[kLoadsInFlight];
-      reader_.load_group(first + static_cast<int>(threadIdx.x), raw);
+#pragma unroll
+      for (int k = 0; k < kLoadsInFlight; ++k) raw[k] = next_[k];
       uint32_t reached = 0;  // a bit an entry of this thread's vectors
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
-        if (first + k * kThreads + static_cast<int>(threadIdx.x) >= num_vectors) break;
+        if (first + k * kThreads + static_cast<int>(threadIdx.x) >= end_) break;
         float x[kWidth];
         reader_.unpack(raw[k], x);
+        see(x);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) reached |= keep(x[j]) ? 1u << (k * kWidth + j) : 0u;
       }
+      reader_.load_group(first + kThreads * kLoadsInFlight + static_cast<int>(threadIdx.x), end_, next_);
+      if (count < 0) continue;
       uint32_t before[kPairs];  // two counts a word: no sum reaches 2^16
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
@@ -623,7 +871,10 @@ class LogitRow {
       for (int k = 0; k < kLoadsInFlight; ++k) {
         const uint32_t of_warp = shared_.counts[buffer][k / 2][lane] >> (k % 2 * 16) & 0xffffu;
         const int in_all = __reduce_add_sync(~0u, of_warp);
-        if (count + in_all > kCapacity) return -1;
+        if (count < 0 || count + in_all > kCapacity) {
+          count = -1;
+          continue;
+        }
         const int in_warps = __reduce_add_sync(~0u, lane < warp ? of_warp : 0u);
         uint32_t own = reached >> (k * kWidth) & kOwn;
         int place = count + in_warps + static_cast<int>(before[k / 2] >> (k % 2 * 16) & 0xffffu) - __popc(own);
@@ -650,15 +901,57 @@ class LogitRow {
   }
 
   Reader<T> reader_;
+  Cluster cluster_;
   Shared& shared_;
   float* gathered_x_;
   int* gathered_ids_;
   LogitWeight weight_{};
   Items<T> items_{};
+  int begin_, end_;             // vectors of the next pass
+  uint4 next_[kLoadsInFlight];  // the first of them, of this thread
   double total_ = 0;
   float floor_ = 0;
-  int best_id_ = 0;
+  int num_gathered_ = -1;
+  int best_vector_ = 0;
 };
+
+// Of gathered items every thread has so few, at most 9, that one scan of the block does.
+template <class T, class Of>
+__device__ int64_t draw_gathered(const Items<T>& items, double u, const Of& of, Shared& shared) {
+  // Consecutive items a thread, an odd number of them: neighbouring threads read from different banks.
+  const int each = (items.count + kThreads - 1) / kThreads | 1;
+  const int begin = min(static_cast<int>(threadIdx.x) * each, items.count), end = min(begin + each, items.count);
+  double own = 0;
+  int last = -1;  // of this thread's, with weight
+  for (int i = begin; i < end; ++i) {
+    const double weight = of(i);
+    own += weight;
+    if (weight > 0) last = i;
+  }
+  if (threadIdx.x == 0) shared.found[0] = items.count, shared.found[1] = -1;
+  const Prefix prefix = block_prefix(own, shared);
+  if (!(prefix.total > 0)) return -1;
+  const double target = u * prefix.total;
+  const unsigned past = __ballot_sync(~0u, last >= 0 && prefix.through > target);
+  if (past != 0 && static_cast<int>(threadIdx.x % 32) == __ffs(static_cast<int>(past)) - 1) {
+    double sum = prefix.before;
+    int found = last;
+    for (int i = begin; i < last && found == last; ++i) {
+      const double weight = of(i);
+      sum += weight;
+      if (weight > 0 && sum > target) found = i;
+    }
+    atomicMin(&shared.found[0], found);
+  }
+  __syncthreads();
+  int found = shared.found[0];
+  if (found == items.count) {
+    if (last >= 0) atomicMax(&shared.found[1], last);
+    __syncthreads();
+    found = shared.found[1];
+  }
+  return items.id(found);
+}
 
 // The first id in vocabulary order whose cumulative weight exceeds u * total, or -1 where nothing weighs anything.
 //
@@ -667,6 +960,7 @@ class LogitRow {
 // thread returns the same.
 template <class T, class Of>
 __device__ int64_t draw(const Items<T>& items, double u, const Of& of, Shared& shared) {
+  if (!items.whole_row) return draw_gathered(items, u, of, shared);
   constexpr int kWalk = 256;  // items
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int from = 0, to = items.count;

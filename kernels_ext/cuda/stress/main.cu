@@ -1,7 +1,8 @@
 // The sampling kernels on odd shapes, for compute-sanitizer and by themselves: no torch, no Python.
 //
 // Every call has its outputs poisoned first and its inputs in allocations of exactly their size. Tokens are compared
-// with the CPU's headers on the same coins. Where they differ, some coin must lie within rounding of the value at which
+// with the CPU's headers on the same coins, and bit for bit with those of the request alone, whose rows several blocks
+// share where the vocabulary is large. Where they differ, some coin must lie within rounding of the value at which
 // the outcome changes, and such requests must be rare; the largest law error and the number of requests that differ are
 // printed for each shape. Exits with 1 where a shape failed. `--few` runs small shapes, for racecheck.
 #include <cuda_bf16.h>
@@ -187,15 +188,17 @@ class Stress {
     }
     Buffer<float> t(temperature), p(top_p), m(min_p);
     Buffer<int> k(top_k);
-    const auto accept = [&](bool match) {
+    const auto accept_some = [&](bool match, int64_t b, int64_t batch) {
       poison();
-      require(equivtest_accept_logits(logits.data, s.is_bfloat16, num_rows, row_start.data, t.data, k.data, p.data,
-                                      m.data, draft_ids.data, num_draft.data, s.has_q ? q.data : nullptr, keys.data,
-                                      positions.data, s.batch, s.max_draft, s.vocab_size, match, row_tokens.data,
-                                      row_accepts.data, row_refusal.data, tokens.data, emitted.data, telemetry.data,
-                                      refusal.data, nullptr));
+      require(equivtest_accept_logits(
+          logits.data, s.is_bfloat16, num_rows, row_start.data + b, t.data + b, k.data + b, p.data + b, m.data + b,
+          draft_ids.data + b * s.max_draft, num_draft.data + b,
+          s.has_q ? q.data + b * s.max_draft * s.vocab_size : nullptr, keys.data + b, positions.data + b, batch,
+          s.max_draft, s.vocab_size, match, row_tokens.data, row_accepts.data, row_refusal.data, tokens.data,
+          emitted.data, telemetry.data, refusal.data, nullptr));
       require(cudaDeviceSynchronize());
     };
+    const auto accept = [&](bool match) { accept_some(match, 0, s.batch); };
     for (const bool match : {false, true}) {
       accept(match);
       failure_.expect(refusal.read()[0] == 0, "a good call is refused", 0);
@@ -203,6 +206,13 @@ class Stress {
       const auto before = tokens.read();
       accept(match);
       failure_.expect(before == tokens.read(), "a second call puts out other tokens", 0);
+      const auto telemetry_before = telemetry.read();
+      for (const int64_t b : checked_) {  // alone, where more blocks share a row
+        accept_some(match, b, 1);
+        const std::vector<int64_t> own(before.begin() + b * width, before.begin() + (b + 1) * width);
+        failure_.expect(tokens.read(0, width) == own && telemetry.read(0, 1)[0] == telemetry_before[b],
+                        "alone it puts out other tokens", b);
+      }
     }
     plain_contract(draft_ids, num_draft, keys, positions);
     refuse(accept);
