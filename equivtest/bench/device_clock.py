@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from equivtest.decoder.graphs import captured_into
+
 Call = Callable[[], object]
 
 _COPY_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
@@ -73,7 +75,7 @@ def replay_of(call: Call, device: str) -> Call:
         return call
     call()  # libraries allocate at their first call
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with captured_into(graph):
         call()
     return graph.replay
 
@@ -109,7 +111,7 @@ def _captured(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
             torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with captured_into(graph):
             _all(calls)
     except RuntimeError:
         torch.cuda.synchronize()

@@ -145,6 +145,13 @@ def onehot(engine: EngineOptions, random_model: str | None, output: Path | None,
 @click.option(
     "--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True, help="Acceptance rule."
 )
+@click.option(
+    "--drafts",
+    type=click.Choice(["likeliest", "drawn"]),
+    default="likeliest",
+    show_default=True,
+    help="How drafts are picked.",
+)
 @click.option("--concurrency", type=int, multiple=True, default=(1, 8, 16), show_default=True, help="Requests at once.")
 @click.option(
     "--draft-len",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 ENGINE_FIELDS = (
-    "model", "dtype", "device", "kernels", "drafter", "draft_len", "early_exit_layers", "draft_model", "acceptance",
-    "threads",
+    "model", "dtype", "device", "kernels", "drafter", "draft_len", "early_exit_layers", "draft_model", "drafts",
+    "acceptance", "threads",
 )  # fmt: skip
 SERVER_FIELDS = (
     "spec_off", "spec_on", "api", "served_model", "tokenizer", "choices", "concurrency", "timeout_s", "retries",
@@ -47,6 +47,8 @@ def engine_options(command: Command) -> Command:
         click.option("--early-exit-layers", type=int, default=None, help="Layers of early_exit and sampled_exit."),
         click.option("--draft-model", default=None,
                      help="What `--drafter model` reads, a model, or dflash, a folder of `equivtest drafter train`."),
+        click.option("--drafts", type=click.Choice(["likeliest", "drawn"]), default="likeliest", show_default=True,
+                     help="How a dflash drafter with a Markov head picks its drafts; drawn ones are kept oftener."),
         click.option("--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True,
                      help="Acceptance rule; both are exact."),
         click.option("--threads", type=int, default=None, help="CPU threads; default: all cores."),

@@ -7,7 +7,9 @@ to the cache's spare page, and sequences past the last are empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -213,6 +215,22 @@ class GraphInputs:
             self.token_ids[: len(token_ids)].copy_(token_ids)
 
 
+@contextmanager
+def captured_into(graph: Any, pool: Any = None) -> Iterator[None]:
+    """Work in here becomes the graph, a torch.cuda.CUDAGraph.
+
+    Garbage is not collected meanwhile: another graph among it would be destroyed, which ends a capture with an error.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _fullest(shape: GraphShape, kv: PagedKVCache) -> RaggedBatch:
     """A batch that fills the shape, all of it in the spare page: backends plan for it what no later batch outgrows."""
     rows_each = np.full(shape.num_sequences, shape.num_rows // shape.num_sequences)
@@ -253,7 +271,7 @@ class _Graph:
             captured(self._inputs, self._plans)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with captured_into(self._graph, pool):
             self._output = captured(self._inputs, self._plans)
 
     def replay(self, token_ids: Tensor, batches: Sequence[RaggedBatch]) -> Tensor:

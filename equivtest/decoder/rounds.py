@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from equivtest.decoder.drafters.base import BlockDrafter, Drafter
-from equivtest.decoder.graphs import MAX_GRAPH_ROWS, rounded_up
+from equivtest.decoder.graphs import MAX_GRAPH_ROWS, captured_into, rounded_up
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
 from equivtest.decoder.request_table import RequestTable
@@ -282,7 +282,7 @@ class Round:
             self._step(*plans)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with captured_into(self._graph, pool):
             self._output = self._step(*plans)
 
     def plans(self, *, for_graph: bool) -> tuple[AttentionPlan, AttentionPlan]:

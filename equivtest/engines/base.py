@@ -108,6 +108,9 @@ class EngineOptions:
     draft_model: str | None = None
     """The small model of the `model` drafter, or the network of the `dflash` drafter: named as `model` is. None with
     `dflash`: the one that comes with the model."""
+    drafts: str = "likeliest"
+    """How a dflash drafter with a Markov head picks its drafts: likeliest, or drawn from the request's law. Drawn ones
+    are accepted oftener under the chain rule."""
     acceptance: str = "chain"
     """Acceptance rule: chain or match."""
     max_batch: int = 256
@@ -135,6 +138,10 @@ class EngineOptions:
             if value is not None and self.drafter not in drafters:
                 words = " or ".join(drafters)
                 raise InvalidSetting(option, value, f"goes with the {words} drafter, not with {self.drafter}")
+        if self.drafts not in DRAFTS:
+            raise InvalidSetting("drafts", self.drafts, f"must be one of {', '.join(DRAFTS)}")
+        if self.drafts == "drawn" and (self.drafter, self.acceptance) != ("dflash", "chain"):
+            raise InvalidSetting("drafts", self.drafts, "goes with the dflash drafter and the chain rule")
         if self.max_batch < 1:
             raise InvalidSetting("max_batch", self.max_batch, "must be at least 1")
         if self.threads is not None and self.threads < 1:
@@ -143,6 +150,7 @@ class EngineOptions:
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
+DRAFTS = ("likeliest", "drawn")
 
 
 class LawScorer(Protocol):

@@ -97,7 +97,7 @@ class DecoderEngine:
             DrafterContext(
                 target=model,
                 backend=backend,
-                acceptance=options.acceptance,
+                draws=options.drafts == "drawn",
                 early_exit_layers=options.early_exit_layers,
                 draft_model=None if draft_model is None else load_draft_model,
                 block_drafter=None if draft_model is None else load_block_drafter,

@@ -52,17 +52,17 @@ class DFlashCheckpoint(NamedTuple):
 class DFlashDrafter(StatelessDrafter):
     """Fills a block behind each row's newest token and offers its first drafts.
 
-    Without a Markov head a draft is the likeliest token of its place. With one it is drawn, behind the draft before it,
-    from the request's law over some candidates, which is handed on as q.
+    Without a Markov head a draft is the likeliest token of its place; with one, of its place behind the draft before.
+    Or it is drawn there from the request's law over some candidates, which is handed on as q.
 
     The whole block is run however few drafts are asked for: the network knows no other.
     """
 
     name = "dflash"
 
-    def __init__(self, checkpoint: DFlashCheckpoint, target: Model, *, draws: bool = True) -> None:
-        """draws: False takes the likeliest tokens all the same: what is kept where it equals a token drawn from the
-        target, as under the acceptance rule "match", is oftenest kept then.
+    def __init__(self, checkpoint: DFlashCheckpoint, target: Model, *, draws: bool = False) -> None:
+        """draws: draw drafts, which takes a Markov head. The chain rule keeps drawn drafts oftener, the match rule the
+        likeliest.
 
         Raises UnsupportedModel for a drafter of another target, and for a missing, misshapen or left-over weight.
         """
@@ -118,7 +118,7 @@ class BlockNetwork:
     In float32 it computes what `DFlashNetwork` does up to rounding.
     """
 
-    def __init__(self, checkpoint: DFlashCheckpoint, target: Model, *, draws: bool = True) -> None:
+    def __init__(self, checkpoint: DFlashCheckpoint, target: Model, *, draws: bool = False) -> None:
         """draws: see DFlashDrafter."""
         block = checkpoint.config
         _require_target(block, target, checkpoint.label)
