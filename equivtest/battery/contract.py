@@ -16,7 +16,7 @@ from equivtest.kernels.contract import PADDING
 Bools = npt.NDArray[np.bool_]
 
 
-_SHAPES = frozenset({"ids", "empty", "no_bonus", "padding", "past_rejection", "tail"})
+_SHAPES = frozenset({"ids", "empty", "no_bonus", "padding", "past_rejection", "tail", "unended"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,24 @@ def read_rows(played: Played) -> tuple[Rows, list[Breach]]:
     complete = (length == num_draft + 1) & (num_draft > 0)
     # Without a single bonus, rows that end with their last draft lack it; else that draft was put out as recovered.
     no_bonus = (length == num_draft) & (prefix == num_draft) & (num_draft > 0) & ~complete.any()
-    ok = ~(rows_outside | empty | longer | no_bonus)
+    # All tokens are drafts that the sampler says it accepted: what should end the row is missing.
+    unended = np.zeros_like(empty)
+    if played.emitted is not None:
+        unended = (length == prefix) & (length <= num_draft) & (played.emitted == length) & ~(empty | no_bonus)
+    ok = ~(rows_outside | empty | longer | no_bonus | unended)
     breaches = [
         *_breach(played, "ids", "contract", f"put out ids outside 0..{played.case.vocab_size - 1}", rows_outside),
         *_breach(played, "empty", "contract", "put out no token", empty & ~rows_outside),
         *_breach(played, *_what_follows(played, beyond), longer & ~rows_outside & ~empty),
         *_breach(played, "no_bonus", "bonus", "accept every draft and put out no bonus token", no_bonus),
+        *_breach(
+            played,
+            "unended",
+            "recover",
+            "end with their accepted drafts: no token takes the place of the rejected "
+            "one, as where rounding leaves the residual max(p - q, 0) empty",
+            unended & ~rows_outside,
+        ),
         *_counts(played, ok, length - 1),
     ]
     return Rows(ok, np.maximum(length - 1, 0)), breaches

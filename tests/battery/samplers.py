@@ -221,6 +221,14 @@ def _changes_q(b: Batch, rows: Tensor, slot: Tensor) -> Tensor:
     return law
 
 
+def _nothing_to_recover(batch: Batch, accepts: Tensor, emitted: Tensor, output: Tensor) -> object:
+    """Where rounding leaves no residual, nothing takes the place of the rejected draft, as in FlashInfer 0.7.4."""
+    rows, num_draft = torch.arange(len(emitted)), batch.drafts.shape[1]
+    left = residual(batch, rows, emitted.clamp(max=num_draft - 1)).sum(dim=1)
+    ends = torch.arange(num_draft + 1) == emitted[:, None]
+    return output.masked_fill(ends & ((emitted < num_draft) & (left == 0))[:, None], PADDING), emitted
+
+
 def _without_bonus(batch: Batch, accepts: Tensor, emitted: Tensor, output: Tensor) -> Tensor:
     num_draft = batch.drafts.shape[1]
     last = torch.arange(num_draft + 1) == num_draft
@@ -296,5 +304,6 @@ FAULTS = (
             "contract", "put out ids outside 0.."),
     Planted("q divided in place (23)", ChainSampler(residual=_changes_q), "contract", "change draft_probs in place"),
 )  # fmt: skip
+ENDLESS = ChainSampler(after=_nothing_to_recover)
 ALONE = ChainSampler(coins=_only_alone)
 """Right but in batches of one row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from equivtest.battery import SamplerReport, check_sampler
-from tests.battery.samplers import ALONE, FAULTS, ChainSampler, Planted, shifted_acceptance
+from tests.battery.samplers import ALONE, ENDLESS, FAULTS, ChainSampler, Planted, shifted_acceptance
 
 
 def smoke(sampler: object, *only: str, **options: object) -> SamplerReport:
@@ -28,6 +28,14 @@ def test_the_sampler_without_a_mistake_passes() -> None:
     report = smoke(ChainSampler())
     assert report.passed, "\n".join(report.lines())
     assert report.exit_code == 0
+
+
+def test_a_row_that_ends_without_a_token_where_the_residual_is_empty_is_named_so() -> None:
+    """Rare: probabilities of 1 - 1e-9, which round to 1 in both laws. The correct twin puts out a token of p there."""
+    report = check_sampler(ENDLESS, budget="gate", vocab=(), only=("tiny",), seed=2)
+    (found,) = report.findings
+    assert (found.stage, "end with their accepted drafts" in found.what) == ("recover", True)
+    assert check_sampler(ChainSampler(), budget="gate", vocab=(), only=("tiny",), seed=2).passed
 
 
 def test_a_coin_that_only_a_batch_of_one_uses_twice_is_found() -> None:
