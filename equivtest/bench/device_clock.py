@@ -50,6 +50,34 @@ def time_calls(calls: Sequence[Call], device: str) -> Timing:
     return Timing(us, "launches" if graph is None else "graph")
 
 
+def time_back_to_back(call: Call, device: str, *, calls: int, before: Call | None = None) -> float:
+    """The median time of one of `calls` calls in a row, in microseconds.
+
+    One more goes ahead of them, during which a GPU is handed the others: it never waits for the first of them, nor for
+    any that takes longer than its launch. before: made ahead of every such row, and not timed.
+    """
+
+    def one_row() -> float:
+        if before is not None:
+            before()
+        call()
+        return _host_s([call] * calls) if device == "cpu" else _device_s(lambda: _all([call] * calls))
+
+    one_row()
+    return _median_us(one_row) / calls
+
+
+def replay_of(call: Call, device: str) -> Call:
+    """The replay of a CUDA graph of the call; on a CPU the call itself."""
+    if device == "cpu":
+        return call
+    call()  # libraries allocate at their first call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def num_inputs(input_bytes: int, l2_bytes: int) -> int:
     """How many inputs to take in turn so that none is still in a cache of `l2_bytes` when its turn comes again."""
     return max(1, -(-4 * l2_bytes // input_bytes))

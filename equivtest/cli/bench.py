@@ -130,6 +130,60 @@ def onehot(engine: EngineOptions, random_model: str | None, output: Path | None,
     return _show("onehot", result, output)
 
 
+@command.command("rounds", epilog="\b\nExample:\n  equivtest bench rounds --device cuda --draft-model drafter")
+@click.option("--model", default="smollm2-135m", show_default=True, help="Built-in name, GGUF file or folder.")
+@click.option("--draft-model", help="Folder of `equivtest drafter train`; default: what comes with the model.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Weights and activations.",
+)
+@_device_option
+@click.option("--kernels", default="auto", show_default=True, help="Kernel backend.")
+@click.option(
+    "--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True, help="Acceptance rule."
+)
+@click.option("--concurrency", type=int, multiple=True, default=(1, 8, 16), show_default=True, help="Requests at once.")
+@click.option(
+    "--draft-len",
+    "draft_lens",
+    type=int,
+    multiple=True,
+    default=(1, 2, 3, 5, 7),
+    show_default=True,
+    help="Drafts of a request in a round; more than the drafter has are left out.",
+)
+@click.option("--max-tokens", default=256, show_default=True, help="Tokens of each request.")
+@_output_option
+def rounds(
+    output: Path | None, concurrency: tuple[int, ...], draft_lens: tuple[int, ...], max_tokens: int, **settings: Any
+) -> int:
+    """Where the time of a speculative round on a GPU goes, and which draft length pays.
+
+    Device time by stage against a plain step, what the device waits for the host, accepted drafts a round and by slot,
+    and how many break even. Of the block drafter, whose rounds are laid out on the device.
+    """
+    from equivtest.bench.rounds import PAY_COLUMNS, TIME_COLUMNS, bench_rounds
+    from equivtest.pipeline.run import EngineOptions
+
+    result = bench_rounds(
+        EngineOptions(drafter="dflash", **settings),
+        concurrency=concurrency,
+        draft_lens=draft_lens,
+        max_tokens=max_tokens,
+        on_progress=_tell,
+    )
+    keys, rows = ("concurrency", "sampling", "draft_len"), result.rows()
+    _print("rounds: time", [pick(dict(row), (*keys, *TIME_COLUMNS)) for row in rows])
+    shown = [row | {"by_slot": " ".join(f"{rate:.2f}" for rate in row["by_slot"])} for row in rows]
+    _print("rounds: what they give", [pick(row, (*keys, *PAY_COLUMNS)) for row in shown])
+    if output:
+        _write("rounds", output, result.settings(), rows)
+    return 0
+
+
 @command.command("protocol", epilog="\b\nExample:\n  equivtest bench protocol --device cuda --kernels flashinfer")
 @click.option("--config", "configs", multiple=True, default=("all",), show_default=True, help="As of `equivtest run`.")
 @click.option("--budget", default="gate", show_default=True, help="As of `equivtest run`.")

@@ -32,9 +32,12 @@ from equivtest.kernels.contract import (
     AcceptanceRule,
     AttentionBatch,
     AttentionPlan,
+    BlockDrafts,
     FusedBackend,
     HostBatch,
+    KernelBackend,
     RowParams,
+    SpecAccept,
     SpecScratch,
     Streams,
 )
@@ -53,18 +56,33 @@ class DeviceRounds:
 
     def __init__(self, model: Model, backend: FusedBackend, drafter: BlockDrafter, rule: AcceptanceRule) -> None:
         self.model, self.backend, self.drafter, self.rule = model, backend, drafter, rule
-        self._rounds: dict[tuple[int, int, int], _Round] = {}
+        self._rounds: dict[tuple[int, int, int], Round] = {}
         self._memory: tuple[PagedKVCache, SpecScratch] | None = None
         self._pool: Any = None
+        self._draft_probs: Tensor | None = None
 
     @classmethod
     def of(cls, model: Model, backend: Any, drafter: Drafter | None, rule: str) -> DeviceRounds | None:
         """None where the backend or the drafter needs the host."""
         network = None if drafter is None else drafter.on_device
-        capabilities = backend.capabilities
-        if network is None or not (capabilities.fused and capabilities.late_lengths):
+        if network is None or not cls.served_by(backend):
             return None
         return cls(model, backend, network, cast("AcceptanceRule", rule))
+
+    def draft_probs(self, batch: int, width: int, scratch: SpecScratch) -> Tensor | None:
+        """[batch, width, vocab_size] of zeros, which all rounds share and leave as they found it. None: drafts are
+        sure."""
+        if not self.drafter.draws:
+            return None
+        if self._draft_probs is None:
+            size = scratch.max_batch * scratch.max_draft * scratch.vocab_size
+            self._draft_probs = torch.zeros(size, dtype=scratch.target_probs.dtype, device=self.model.device)
+        return self._draft_probs[: batch * width * scratch.vocab_size].view(batch, width, -1)
+
+    @staticmethod
+    def served_by(backend: KernelBackend) -> bool:
+        """Whether the backend can do without the host."""
+        return backend.capabilities.fused and backend.capabilities.late_lengths
 
     def can_run(self, table: RequestTable, rows: Int64Array, *, width: int, need_plain: BoolArray) -> bool:
         """Whether rounds of these table rows need nothing of the host and fit a graph. need_plain: [B], rows that the
@@ -91,13 +109,7 @@ class DeviceRounds:
 
         told: hears the tokens of every round. Raises InvalidKernelInput where a kernel refuses a row.
         """
-        width = min(width, self.drafter.num_drafts)
-        lengths, remaining = table.lengths[rows], table.remaining[rows]
-        past_the_end = max(self.drafter.block_size, width + 1)
-        batch = kv.extend(sequences, remaining + past_the_end)
-        made = self._round_for(len(rows), batch.page_table.shape[1], width, kv, scratch)
-        newest = table.token_ids[rows, lengths - 1]
-        made.load(batch.page_table, lengths, table.generated[rows], remaining, newest, params, keys)
+        made = self.loaded(table, rows, sequences, kv, scratch, params, keys, width=width)
         read: deque[_Record] = deque()
         goes_on = True
         while goes_on or read:
@@ -110,18 +122,43 @@ class DeviceRounds:
         kv.truncate(sequences, table.lengths[rows] - 1)
         return index
 
-    def _round_for(self, batch: int, columns: int, width: int, kv: PagedKVCache, scratch: SpecScratch) -> _Round:
+    def loaded(
+        self,
+        table: RequestTable,
+        rows: Int64Array,
+        sequences: Int64Array,
+        kv: PagedKVCache,
+        scratch: SpecScratch,
+        params: RowParams,
+        keys: Tensor,
+        *,
+        width: int,
+    ) -> Round:
+        """The round that holds these requests (see `run`), to be launched again and again.
+
+        Their sequences have room for all that they may still be written: whoever is done cuts them back.
+        """
+        width = min(width, self.drafter.num_drafts)
+        lengths, remaining = table.lengths[rows], table.remaining[rows]
+        past_the_end = max(self.drafter.block_size, width + 1)
+        batch = kv.extend(sequences, remaining + past_the_end)
+        made = self._round_for(len(rows), batch.page_table.shape[1], width, kv, scratch)
+        newest = table.token_ids[rows, lengths - 1]
+        made.load(batch.page_table, lengths, table.generated[rows], remaining, newest, params, keys)
+        return made
+
+    def _round_for(self, batch: int, columns: int, width: int, kv: PagedKVCache, scratch: SpecScratch) -> Round:
         """Rounds hold the memory of a cache and a scratch: with others they are made anew."""
         if self._memory is None or self._memory[0] is not kv or self._memory[1] is not scratch:
             self._rounds.clear()
-            self._memory = kv, scratch
+            self._memory, self._draft_probs = (kv, scratch), None
             self._pool = torch.cuda.graph_pool_handle() if self.model.device.type == "cuda" else None
         shape = min(rounded_up(batch), scratch.max_batch), 1 << (columns - 1).bit_length(), width
         made = self._rounds.pop(shape, None)
         if made is None:
             if len(self._rounds) == _MAX_SHAPES:
                 del self._rounds[next(iter(self._rounds))]  # nothing of it is running: every run reads all it launched
-            made = _Round(self, *shape, kv, scratch, self._pool)
+            made = Round(self, *shape, kv, scratch, self._pool)
         self._rounds[shape] = made  # the last used comes last
         return made
 
@@ -129,7 +166,7 @@ class DeviceRounds:
 class _Record(NamedTuple):
     """A round on its way to the host."""
 
-    held: Tensor  # int64, see `_Round._step`
+    held: Tensor  # int64, see `Round._step`
     width: int
     arrived: Any
 
@@ -148,8 +185,18 @@ class _Record(NamedTuple):
         )
 
 
-class _Round:
-    """The memory of rounds of one shape: N requests, `columns` pages each, `width` drafts."""
+class Places(NamedTuple):
+    """Where the rows of a round stand. Each is [N, the most rows that a request has], int64."""
+
+    slots: Tensor
+    positions: Tensor
+
+
+class Round:
+    """A round of one shape and its memory: N requests, `columns` pages each, `width` drafts.
+
+    All but the commit of a round may be done over and over: it changes nothing that they read.
+    """
 
     def __init__(
         self, of: DeviceRounds, batch: int, columns: int, width: int, kv: PagedKVCache, scratch: SpecScratch, pool: Any
@@ -163,6 +210,8 @@ class _Round:
         # Nobody's rows: one token on the spare page, nothing to generate.
         self._lengths, self._generated, self._remaining, self._newest = int64(1), int64(0), int64(0), int64(0)
         self._keys = int64(0)
+        self._streams = Streams(self._keys, self._generated)
+        self._draft_probs = of.draft_probs(batch, width, scratch)
         self._params = RowParams(*(torch.full((batch,), value, dtype=dtype, device=device) for value, dtype in _GREEDY))
         self._table = torch.full((batch, columns), kv.spare_page, dtype=torch.int32, device=device)
         self._row_start = torch.arange(batch, dtype=torch.int32, device=device) * (width + 1)
@@ -209,17 +258,24 @@ class _Round:
 
     def launch(self) -> _Record:
         """One round; the record of it arrives on the host later."""
+        output = self.run()
         if self._graph is None:
-            return _Record(self._step(*self._plans(for_graph=False)), self._width, None)
-        self._graph.replay()
-        held = self._output.to("cpu", non_blocking=True)
+            return _Record(output, self._width, None)
+        held = output.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
         return _Record(held, self._width, arrived)
 
+    def run(self) -> Tensor:
+        """One round that nobody waits for; see `_step`. On a GPU the next one overwrites what is returned."""
+        if self._graph is None:
+            return self._step(*self.plans(for_graph=False))
+        self._graph.replay()
+        return self._output
+
     def _capture(self, pool: Any) -> None:
         """On nobody's rows, which stand still. Once without a graph: libraries allocate at their first call."""
-        plans = self._plans(for_graph=True)
+        plans = self.plans(for_graph=True)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -229,7 +285,8 @@ class _Round:
         with torch.cuda.graph(self._graph, pool=pool):
             self._output = self._step(*plans)
 
-    def _plans(self, *, for_graph: bool) -> tuple[AttentionPlan, AttentionPlan]:
+    def plans(self, *, for_graph: bool) -> tuple[AttentionPlan, AttentionPlan]:
+        """Of the blocks and of the text, for the next round."""
         backend, kv = self._of.backend, self._kv
         self._set_lengths()
         return (
@@ -246,33 +303,61 @@ class _Round:
     def _step(self, block_plan: AttentionPlan, text_plan: AttentionPlan) -> Tensor:
         """Device work alone. Returns int64: [N, 2 * width + 4] (outputs, drafts, emitted, num_draft, tokens put out)
         and the refusal's bits."""
-        of, kv, width = self._of, self._kv, self._width
-        model, drafter, block = of.model, of.drafter, of.drafter.block_size
+        places = self.lay_out()
+        drafts = self.draft(places, block_plan)
+        num_draft, accepted = self.accept(drafts, self.verify(places, drafts, text_plan))
+        counts = self._commit(accepted)
+        told = torch.stack([accepted.emitted.long(), num_draft.long(), counts], dim=1)
+        assert accepted.refusal is not None  # of a fused backend
+        rows = torch.cat([accepted.output_token_ids, drafts.token_ids, told], dim=1)
+        return torch.cat([rows.view(-1), accepted.refusal.view(torch.int64)])
+
+    def lay_out(self) -> Places:
+        """Where this round's rows stand and what they see."""
         self._set_lengths()
-        positions = (self._lengths - 1)[:, None] + self._offsets
+        kv, positions = self._kv, (self._lengths - 1)[:, None] + self._offsets
         pages = self._table.gather(1, positions // kv.page_size)
-        slots = pages * kv.page_size + positions % kv.page_size
+        return Places(pages * kv.page_size + positions % kv.page_size, positions)
+
+    def draft(self, places: Places, plan: AttentionPlan) -> BlockDrafts:
+        """`width` drafts for each of the N requests."""
+        drafter = self._of.drafter
+        slots, positions = (column[:, : drafter.block_size].reshape(-1) for column in places)
         fed = drafter.block_token_ids(self._newest).view(-1)
-        drafts = drafter.draft_rows(
-            fed, slots[:, :block].reshape(-1), positions[:, :block].reshape(-1), block_plan, kv, width
-        )
-        num_draft = (self._remaining - 1).clamp(0, width).int()
+        return drafter.draft_rows(fed, slots, positions, plan, self._kv, self._width, self._params, self._streams)
+
+    def verify(self, places: Places, drafts: BlockDrafts, plan: AttentionPlan) -> Tensor:
+        """Logits [N * (width + 1), vocab_size]."""
+        model = self._of.model
+        slots, positions = (column[:, : self._width + 1] for column in places)
         # Rows past a request's last draft may stand past the model's longest text.
-        text_positions = positions[:, : width + 1].clamp(max=model.config.max_position - 1).reshape(-1)
-        token_ids = torch.cat([self._newest[:, None], drafts], dim=1).view(-1)
-        text_slots = slots[:, : width + 1].reshape(-1)
-        hidden = model.layers_forward(token_ids, text_slots, text_positions, text_plan, kv, follower=drafter)
-        accepted = of.backend.accept_logits(
-            model.head(hidden),
+        positions = positions.clamp(max=model.config.max_position - 1).reshape(-1)
+        token_ids = torch.cat([self._newest[:, None], drafts.token_ids], dim=1).view(-1)
+        hidden = model.layers_forward(
+            token_ids, slots.reshape(-1), positions, plan, self._kv, follower=self._of.drafter
+        )
+        return model.head(hidden)
+
+    def accept(self, drafts: BlockDrafts, logits: Tensor) -> tuple[Tensor, SpecAccept]:
+        """How many drafts each request is offered, int32 [N], and what becomes of them."""
+        num_draft = (self._remaining - 1).clamp(0, self._width).int()
+        accepted = self._of.backend.accept_logits(
+            logits,
             self._row_start,
             self._params,
-            drafts,
+            drafts.token_ids,
             num_draft,
-            None,
-            Streams(self._keys, self._generated),
-            rule=of.rule,
+            None if self._draft_probs is None else drafts.dense(self._draft_probs),
+            self._streams,
+            rule=self._of.rule,
             scratch=self._scratch,
         )
+        if self._draft_probs is not None and drafts.candidates is not None:
+            self._draft_probs.scatter_(2, drafts.candidates, 0.0)  # zeros again for the next round
+        return num_draft, accepted
+
+    def _commit(self, accepted: SpecAccept) -> Tensor:
+        """Move on to the next round. Returns the tokens put out of each request, int64 [N]."""
         emitted = accepted.emitted.long()
         counts = (emitted + 1) * (self._remaining > 0)
         last = accepted.output_token_ids.gather(1, emitted[:, None])[:, 0]
@@ -280,10 +365,7 @@ class _Round:
         self._lengths.add_(counts)
         self._generated.add_(counts)
         self._remaining.sub_(counts)
-        told = torch.stack([emitted, num_draft.long(), counts], dim=1)
-        assert accepted.refusal is not None  # of a fused backend
-        rows = torch.cat([accepted.output_token_ids, drafts, told], dim=1)
-        return torch.cat([rows.view(-1), accepted.refusal.view(torch.int64)])
+        return counts
 
 
 _GREEDY = ((0.0, torch.float32), (0, torch.int32), (1.0, torch.float32), (0.0, torch.float32))

@@ -105,6 +105,7 @@ class DecoderEngine:
             DrafterContext(
                 target=model,
                 backend=backend,
+                acceptance=options.acceptance,
                 early_exit_layers=options.early_exit_layers,
                 draft_model=None if draft_model is None else load_draft_model,
                 block_drafter=None if draft_model is None else load_block_drafter,
@@ -147,6 +148,11 @@ class DecoderEngine:
             "equivtest": equivtest.__version__,
         }
         return cls(executor, checkpoint, description, notes)
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the requests."""
+        return self._executor
 
     @property
     def model(self) -> Model:

@@ -94,6 +94,20 @@ class Streams(NamedTuple):
     positions: Tensor  # int64 [B], generated position of the row's first output token
 
 
+class BlockDrafts(NamedTuple):
+    """What a block drafter proposes for K places of each of B rows."""
+
+    token_ids: Tensor  # int64 [B, K]
+    candidates: Tensor | None  # int64 [B, K, C], the tokens that could have been drawn; one may stand there twice
+    probs: Tensor | None  # float32 [B, K, C], their law; None: a point mass at each draft
+
+    def dense(self, out: Tensor) -> Tensor:
+        """The law over the vocabulary, written to `out`, [B, K, vocab_size] of zeros."""
+        assert self.candidates is not None
+        assert self.probs is not None
+        return out.scatter_add_(2, self.candidates, self.probs.to(out.dtype))
+
+
 class SpecAccept(NamedTuple):
     """Result of `spec_accept` and `accept_logits`: views into the scratch, valid until its next use."""
 
@@ -381,13 +395,16 @@ class LayerOps(Protocol):
         self,
         logits: Tensor,  # [B, K, vocab_size], what `head` made of each place's hidden state
         gates: Tensor,  # [B, K, hidden_size], in 0..1
-        anchors: Tensor,  # int64 [B], the tokens before the first place
         successors: Tensor,  # [vocab_size, hidden_size], what a token says of the one after it
         head: Tensor,  # [vocab_size, hidden_size], the head's weight as it was before `linear`
-    ) -> Tensor:
-        """Fill places in turn, each with the likeliest token behind the one before: of a few tokens v, the best of each
-        stripe (see markov.py), the one with the largest logit + head[v] . (gate * successors[previous]), in float32.
+        law: RowParams | None = None,  # [B]
+        streams: Streams | None = None,  # [B], of the first place
+    ) -> BlockDrafts:
+        """Fill places in turn, each behind the one before. Candidates v are the best tokens of the stripes (see
+        markov.py) with logits + head[v] . (gate * successors[previous]) in float32; the logits of the first place know
+        the token before it already.
 
-        Returns int64 [B, K].
+        Without a law the draft is the likeliest. With one it is drawn, from what that law makes of the candidates
+        alone, with the DRAFT coin of its position, by inverse distribution function in vocabulary order.
         """
         ...

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.checks import check_attention_batch, check_paged_attention
-from equivtest.kernels.contract import MAX_HEAD_DIM, AttentionBatch, AttentionShape, KernelBackend
+from equivtest.kernels.contract import (
+    MAX_HEAD_DIM,
+    AttentionBatch,
+    AttentionShape,
+    BlockDrafts,
+    KernelBackend,
+    RowParams,
+    Streams,
+)
 from equivtest.kernels.cuda_library import load_library
 from equivtest.kernels.markov import STRIPES
 
@@ -135,7 +143,15 @@ class CudaLayers:
         )  # fmt: skip
         return query
 
-    def markov_drafts(self, logits: Tensor, gates: Tensor, anchors: Tensor, successors: Tensor, head: Tensor) -> Tensor:
+    def markov_drafts(
+        self,
+        logits: Tensor,
+        gates: Tensor,
+        successors: Tensor,
+        head: Tensor,
+        law: RowParams | None = None,
+        streams: Streams | None = None,
+    ) -> BlockDrafts:
         """Two launches. Raises InvalidKernelInput unless hidden_size is a multiple of 8, at most MAX_MARKOV_HIDDEN."""
         op = "markov_drafts"
         batch, places, vocab_size = logits.shape
@@ -146,13 +162,18 @@ class CudaLayers:
             same = table.shape == (vocab_size, size) and table.dtype == head.dtype and table.is_contiguous()
             _require(op, table, same, f"tables must be [{vocab_size}, {size}], alike and contiguous", table.shape)
         values = torch.empty(batch, places, STRIPES, dtype=torch.float32, device=logits.device)
-        tokens = torch.empty_like(values, dtype=torch.int32)
+        tokens = torch.empty_like(values, dtype=torch.int64)
         drafts = torch.empty(batch, places, dtype=torch.int64, device=logits.device)
+        probs = None if law is None else torch.empty_like(values)
+        draw: list[Tensor | None] = [None] * 6
+        if law is not None and streams is not None:
+            draw = [column.contiguous() for column in (*law, *streams)]
         self._library.call(
-            op, logits.contiguous(), _is_bfloat16(logits), gates.float().contiguous(), anchors.contiguous(),
-            successors, head, _is_bfloat16(head), values, tokens, drafts, batch, places, vocab_size, size,
+            op, logits.contiguous(), _is_bfloat16(logits), gates.float().contiguous(),
+            successors, head, _is_bfloat16(head), *draw,
+            values, tokens, drafts, probs, batch, places, vocab_size, size,
         )  # fmt: skip
-        return drafts
+        return BlockDrafts(drafts, None if probs is None else tokens, probs)
 
     def _normed(self, hidden: WideResidual, eps: float, norm: Tensor | None = None) -> Tensor:
         """hidden / rms(hidden), times norm if there is one, in the model's dtype."""

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from equivtest.kernels.contract import BlockDrafts, RowParams, Streams
+from equivtest.rng import Purpose, uniforms
+
 STRIPES = 128
 """Candidates of a place: of the tokens with one remainder by this number, the likeliest. Neighbours in a vocabulary are
 about as frequent and so lie in different stripes. What a stripe hides makes a draft worse, never a law wrong."""
@@ -23,14 +26,56 @@ def stripe_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, rows * stripes + torch.arange(stripes, device=logits.device)
 
 
-def markov_drafts(logits: Tensor, gates: Tensor, anchors: Tensor, successors: Tensor, head: Tensor) -> Tensor:
+def markov_drafts(
+    logits: Tensor,
+    gates: Tensor,
+    successors: Tensor,
+    head: Tensor,
+    law: RowParams | None = None,
+    streams: Streams | None = None,
+) -> BlockDrafts:
     """See `equivtest.kernels.contract.LayerOps.markov_drafts`."""
-    values, candidates = stripe_maxima(logits)
-    previous, drafts = anchors, []
+    scores, candidates = stripe_maxima(logits)
+    drafts: list[Tensor] = []
+    laws: list[Tensor] = []
     for place in range(logits.shape[1]):
-        tokens = candidates[:, place]
-        states = gates[:, place].float() * successors[previous].float()
-        scores = values[:, place] + torch.einsum("bch,bh->bc", head[tokens].float(), states)
-        previous = tokens.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
-        drafts.append(previous)
-    return torch.stack(drafts, dim=1)
+        tokens, ranked = candidates[:, place], scores[:, place]
+        if drafts:
+            states = gates[:, place].float() * successors[drafts[-1]].float()
+            ranked = ranked + torch.einsum("bch,bh->bc", head[tokens].float(), states)
+        if law is None or streams is None:
+            drafts.append(tokens.gather(1, ranked.argmax(dim=-1, keepdim=True))[:, 0])
+        else:
+            laws.append(candidate_law(ranked, law))
+            drafts.append(_drawn(tokens, laws[-1], Streams(streams.keys, streams.positions + place)))
+    token_ids = torch.stack(drafts, dim=1)
+    return BlockDrafts(token_ids, candidates, torch.stack(laws, dim=1)) if laws else BlockDrafts(token_ids, None, None)
+
+
+def candidate_law(scores: Tensor, law: RowParams) -> Tensor:
+    """What the law of the house makes of these candidates alone: float32 [B, C], computed in float64.
+
+    scores: float32 [B, C], logits. law: of B rows.
+    """
+    temperature, top_k, top_p, min_p = (column[:, None] for column in law)
+    wide = scores.double()
+    largest = wide.amax(dim=-1, keepdim=True)
+    mass = ((wide - largest) / torch.where(temperature > 0, temperature, 1).double()).exp()
+    above = scores[:, None, :] > scores[:, :, None]  # [B, C, C], those that rank before
+    mass = torch.where((top_k == 0) | (above.sum(dim=-1) < top_k), mass, 0.0)
+    before = (above * mass[:, None, :]).sum(dim=-1)
+    kept = (before < top_p.double() * mass.sum(dim=-1, keepdim=True)) & (mass >= min_p.double())
+    mass = torch.where(kept, mass, 0.0)
+    sure = functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()
+    return torch.where(temperature > 0, mass / mass.sum(dim=-1, keepdim=True), sure).float()
+
+
+def _drawn(tokens: Tensor, probs: Tensor, streams: Streams) -> Tensor:
+    """int64 [B], drawn with the DRAFT coin of each position by inverse distribution function in vocabulary order."""
+    order = tokens.argsort(dim=-1)
+    cumulative = probs.gather(1, order).double().cumsum(dim=-1)
+    coins = torch.from_numpy(uniforms(streams.keys.cpu().numpy(), streams.positions.cpu().numpy(), Purpose.DRAFT))
+    thresholds = coins.to(probs.device)[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, thresholds, right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())  # a product may round up to the sum itself
+    return tokens.gather(1, order.gather(1, torch.minimum(chosen, last)))[:, 0]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from equivtest.kernels.contract import BlockDrafts, RowParams, Streams
 from equivtest.kernels.linear import Linear
 from equivtest.kernels.markov import markov_drafts
 
@@ -74,8 +75,16 @@ class TorchLayers:
         rows.index_copy_(0, key_rows + page_size, value)
         return rotated[:, :num_heads].contiguous()
 
-    def markov_drafts(self, logits: Tensor, gates: Tensor, anchors: Tensor, successors: Tensor, head: Tensor) -> Tensor:
-        return markov_drafts(logits, gates, anchors, successors, head)
+    def markov_drafts(
+        self,
+        logits: Tensor,
+        gates: Tensor,
+        successors: Tensor,
+        head: Tensor,
+        law: RowParams | None = None,
+        streams: Streams | None = None,
+    ) -> BlockDrafts:
+        return markov_drafts(logits, gates, successors, head, law, streams)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

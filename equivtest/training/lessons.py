@@ -1,7 +1,8 @@
 """Texts with what the target thinks of them, from which training draws its blocks.
 
 Features and laws of all texts are computed once and kept on the device, if they fit there: for 384 tokens of the
-built-in model and five layers, 2.3 MB a text in bfloat16. Otherwise those of a step's texts are computed in that step.
+built-in model and five layers, 2.3 MB a text in bfloat16, or half of that in floats of eight bits. Otherwise those of a
+step's texts are computed in that step.
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ class Lessons:
         self._room = self._length - num_drafts - texts.answer_starts + 1
         if int(self._room.min()) < 1:
             raise InvalidSetting("text_length", self._length, f"leaves no room for {num_drafts} drafts in an answer")
-        self._features: Tensor | None = None
+        self._features: KeptFeatures | None = None
         self._labels: Labels | None = None
-        size = self._bytes()
-        if size <= _most_bytes(target.device):
-            self._keep(watcher)
-            target.release()
-        else:
-            watcher.message(f"features: {size / 1e9:.1f} GB do not fit and are computed in each step")
+        room = _most_bytes(target.device)
+        for compact in (False, True):
+            size = self._bytes(compact=compact)
+            if size <= room:
+                if compact:
+                    watcher.message(f"features: kept in eight bits, {size / 1e9:.1f} GB")
+                self._keep(watcher, compact=compact)
+                target.release()
+                return
+        watcher.message(f"features: {size / 1e9:.1f} GB do not fit and are computed in each step")
 
     def draw(self, num_texts: int, num_anchors: int, generator: torch.Generator) -> Blocks:
         """Texts drawn uniformly with replacement, and anchors uniformly in each answer, its last prompt token too."""
@@ -65,7 +70,7 @@ class Lessons:
             features, labels = features.clone(), Labels(*(column.clone() for column in labels))
             which = torch.arange(num_texts, device=device)
         else:
-            features, labels, which = self._features[rows], self._labels, rows
+            features, labels, which = self._features.take(rows), self._labels, rows
         return self._blocks(token_ids, anchors, features, labels, which)
 
     def _blocks(self, token_ids: Tensor, anchors: Tensor, features: Tensor, labels: Labels, which: Tensor) -> Blocks:
@@ -76,16 +81,18 @@ class Lessons:
         next_ids = token_ids.gather(1, places.flatten(1) + 1).view(places.shape)
         return Blocks(features, anchors, token_ids.gather(1, anchors), next_ids, laws)
 
-    def _bytes(self) -> int:
+    def _bytes(self, *, compact: bool) -> int:
         width = min(NUM_LABELS, self._target.config.vocab_size)
         itemsize = self._target.model.dtype.itemsize
-        return self._texts.token_ids.numel() * (self._target.feature_size * itemsize + width * (4 + itemsize))
+        features = self._target.feature_size + 4 * self._target.num_layers if compact else 0
+        features = features or self._target.feature_size * itemsize
+        return self._texts.token_ids.numel() * (features + width * (4 + itemsize))
 
-    def _keep(self, watcher: Watcher) -> None:
+    def _keep(self, watcher: Watcher, *, compact: bool) -> None:
         num_texts, length = self._texts.token_ids.shape
         target, dtype = self._target, self._target.model.dtype
         width = min(NUM_LABELS, target.config.vocab_size)
-        self._features = torch.empty(num_texts, length, target.feature_size, dtype=dtype, device=target.device)
+        self._features = KeptFeatures(num_texts, length, target, compact=compact)
         self._labels = Labels(
             torch.empty(num_texts, length, width, dtype=torch.int32, device=target.device),
             torch.empty(num_texts, length, width, dtype=dtype, device=target.device),
@@ -94,10 +101,46 @@ class Lessons:
         for start in range(0, num_texts, step := max(1, MOST_ROWS // length)):
             part = slice(start, start + step)
             features, labels = target.features_and_labels(self._texts.token_ids[part])
-            self._features[part] = features
+            self._features.put(part, features)
             for kept, column in zip(self._labels, labels, strict=True):
                 kept[part] = column
             watcher.advance(min(start + step, num_texts), f"{min(start + step, num_texts) * length:,} tokens")
+
+
+class KeptFeatures:
+    """Features of all texts, as they are or in floats of eight bits: three of mantissa, with a scale for each token and
+    layer, whose largest entry is the largest such float. An entry is off by at most a sixteenth of itself, unless it is
+    thirty thousand times smaller than the largest.
+    """
+
+    def __init__(self, num_texts: int, length: int, target: Target, *, compact: bool) -> None:
+        self._num_layers, self._dtype, device = target.num_layers, target.model.dtype, target.device
+        stored = torch.uint8 if compact else self._dtype  # bytes, for few operations know floats of eight bits
+        self._values = torch.empty(num_texts, length, target.feature_size, dtype=stored, device=device)
+        shape = (num_texts, length, self._num_layers, 1)
+        self._scales = torch.empty(shape, dtype=torch.float32, device=device) if compact else None
+
+    def put(self, part: slice, features: Tensor) -> None:
+        """features: [n, length, feature_size], of the texts of `part`."""
+        if self._scales is None:
+            self._values[part] = features
+            return
+        layers = features.reshape(*features.shape[:2], self._num_layers, -1).float()
+        scales = layers.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
+        self._scales[part] = scales
+        self._values[part] = (layers / scales).to(torch.float8_e4m3fn).flatten(2).view(torch.uint8)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """[n, length, feature_size] in the model's dtype, of these texts."""
+        values = self._values[rows]
+        if self._scales is None:
+            return values
+        layers = values.view(torch.float8_e4m3fn).float().view(*values.shape[:2], self._num_layers, -1)
+        features: Tensor = (layers * self._scales[rows]).flatten(2)
+        return features.to(self._dtype)
+
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def _most_bytes(device: torch.device) -> float:

@@ -146,7 +146,8 @@ class Loop:
         hidden = predict(self._forward, self.network, self._target, blocks.features, blocks.anchors, blocks.anchor_ids)
         previous = torch.cat([blocks.anchor_ids[..., None], blocks.next_ids[..., :-1]], dim=-1)
         with mixed_precision(self._target):
-            predictions = self.network.behind(hidden, self._target.embed(previous))
+            behind = self.network.behind(hidden, self._target.embed(previous))
+        predictions = hidden if behind is hidden else torch.where(self._knows_before(hidden), behind, hidden)
         ids, probs = label_laws(blocks, self.options.soft_share)
         weights = self._weights / blocks.next_ids.numel()
         found = head_loss(
@@ -159,6 +160,13 @@ class Loop:
         )
         shape = blocks.next_ids.shape
         return found.losses.view(shape), found.drafts.view(shape) == blocks.next_ids, found.total
+
+    def _knows_before(self, hidden: Tensor) -> Tensor:
+        """Which places may look at the token before them, bool [B, N, K, 1]: the first always, others mostly. A decoder
+        picks candidates by what the rest of the network says alone."""
+        known = torch.rand(hidden.shape[:3], generator=self._generator, device=hidden.device) < self.options.known_share
+        known[..., 0] = True
+        return known[..., None]
 
 
 def predict(

@@ -90,6 +90,8 @@ class LoopOptions:
     """Share of the loss whose labels are the target's law instead of the token that it drew."""
     reach_share: float = 0.5
     """Share of a slot's weight that counts only where all drafts before it are the text's."""
+    known_share: float = 0.75
+    """Share of the later slots that a Markov head lets know the token before them."""
     seed: int = 0
     """Of the first weights, the texts and the anchors."""
     checkpoint_s: float = 60.0
@@ -110,7 +112,7 @@ class LoopOptions:
         for name in ("rate", "max_norm", "gamma"):
             if not getattr(self, name) > 0:
                 raise InvalidSetting(name, getattr(self, name), "must be above 0")
-        for name in ("warm_up", "soft_share", "reach_share"):
+        for name in ("warm_up", "soft_share", "reach_share", "known_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidSetting(name, getattr(self, name), "must be between 0 and 1")
 

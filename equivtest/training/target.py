@@ -53,6 +53,11 @@ class Target:
         return cls(model.first_layers(model.config.num_layers), head, layer_ids)
 
     @property
+    def num_layers(self) -> int:
+        """Layers whose outputs are features."""
+        return len(self._recorder.layer_ids)
+
+    @property
     def feature_size(self) -> int:
         return len(self._recorder.layer_ids) * self.config.hidden_size
 

@@ -33,7 +33,7 @@ from equivtest.training.chat_frame import ChatFrame, TokenIds
 from equivtest.training.options import TextOptions
 from equivtest.training.watch import Watcher
 
-ANSWER_MIX: Mapping[str, float] = {"topp95": 0.4, "topk50": 0.4, "greedy": 0.2}
+ANSWER_MIX: Mapping[str, float] = {"topp95": 0.45, "topk50": 0.25, "greedy": 0.3}
 """Shares of the answers that are sampled under each configuration: those on which a drafter is judged."""
 QUESTION_PARAMS = SamplingParams(temperature=1.0, top_p=0.95, ignore_eos=False)
 HELD_OUT_SET = "default"

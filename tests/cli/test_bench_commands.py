@@ -23,7 +23,7 @@ def bench(*arguments: object) -> Result:
     return CliRunner().invoke(command, list(map(str, arguments)), standalone_mode=False)
 
 
-@pytest.mark.parametrize("name", ["kernels", "decode", "tpot", "mixed", "onehot", "protocol"])
+@pytest.mark.parametrize("name", ["kernels", "decode", "tpot", "mixed", "onehot", "rounds", "protocol"])
 def test_every_benchmark_explains_itself_with_an_example(name: str) -> None:
     ended = bench(name, "--help")
     assert f"  equivtest bench {name}" in ended.output

@@ -21,7 +21,7 @@ from equivtest.rng import stream_key
 from tests.decoder.dflash_drafters import dflash_checkpoint
 from tests.decoder.tiny_models import tiny_model
 
-DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model", "dflash")
+DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model", "dflash", "dflash with a Markov head")
 CONFIGS = {
     "topp95": SamplingParams(temperature=0.8, top_p=0.95),
     "topk50": SamplingParams(temperature=1.0, top_k=50),
@@ -53,12 +53,13 @@ def build(
         backend=backend,
         early_exit_layers=2,
         draft_model=lambda: (draft, "tiny"),
-        block_drafter=lambda: dflash_checkpoint(target.config),
+        acceptance=acceptance,
+        block_drafter=lambda: dflash_checkpoint(target.config, markov_head=drafter != "dflash"),
     )
     return Executor(
         target,
         backend,
-        replace_drafter or make_drafter(drafter, context),
+        replace_drafter or make_drafter(drafter.split()[0], context),
         acceptance=acceptance,
         max_batch=max_batch,
         max_draft=max_draft,

@@ -25,7 +25,7 @@ from equivtest.decoder.weights import load_checkpoint
 from equivtest.engines.base import EngineOptions
 from equivtest.engines.decoder import DecoderEngine
 from equivtest.errors import InvalidSetting, UnsupportedModel
-from equivtest.kernels.contract import SpecAccept
+from equivtest.kernels.contract import BlockDrafts, SpecAccept
 from equivtest.kernels.markov import markov_drafts
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Request, SamplingParams
@@ -133,17 +133,15 @@ def test_in_bfloat16_proposals_part_from_the_networks_at_near_ties_only() -> Non
 
 
 def test_a_markov_head_behind_the_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: every place is filled behind the anchor."""
+    """The twin: later places know nothing of the token before them."""
     target = tiny_model(backend=BACKEND)
     drafter = dflash_drafter(target, markov_head=True)
 
-    def behind_the_anchor(logits: Tensor, gates: Tensor, anchors: Tensor, *tables: Tensor) -> Tensor:
-        places = range(logits.shape[1])
-        return torch.cat(
-            [markov_drafts(logits[:, k : k + 1], gates[:, k : k + 1], anchors, *tables) for k in places], 1
-        )
+    def behind_nothing(logits: Tensor, *rest: Tensor) -> BlockDrafts:
+        places = [markov_drafts(logits[:, k : k + 1], *rest) for k in range(logits.shape[1])]
+        return BlockDrafts(torch.cat([place.token_ids for place in places], dim=1), None, None)
 
-    monkeypatch.setattr("equivtest.kernels.torch_layers.markov_drafts", behind_the_anchor)
+    monkeypatch.setattr("equivtest.kernels.torch_layers.markov_drafts", behind_nothing)
     proposals = proposals_of(drafter, target)
     network = dflash_network(dflash_config(target.config, markov_head=True))
     assert wrong(proposals, target, network) > len(proposals) / 4

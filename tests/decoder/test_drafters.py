@@ -234,7 +234,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
 
 def test_drafters_are_known_by_name() -> None:
     context = DrafterContext(target=tiny_model(), backend=get_backend("reference"))
-    assert set(known_drafters()) == set(DRAFTERS)
+    assert set(known_drafters()) == {name.split()[0] for name in DRAFTERS}
     with pytest.raises(UnknownName, match="early_exit"):
         make_drafter("oracle", context)
     with pytest.raises(InvalidSetting, match="draft_model"):

@@ -10,7 +10,7 @@ import torch
 
 from equivtest.decoder import rounds as rounds_module
 from equivtest.decoder.executor import Executor
-from equivtest.decoder.rounds import _Round
+from equivtest.decoder.rounds import Round
 from equivtest.errors import InvalidKernelInput
 from equivtest.kernels.contract import SpecAccept
 from equivtest.kernels.registry import get_backend
@@ -57,13 +57,13 @@ def noted(generations: list[Generation]) -> list[tuple[Any, ...]]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds that the device was given."""
     seen: list[int] = []
-    launch = _Round.launch
+    launch = Round.launch
 
-    def counted(self: _Round) -> Any:
+    def counted(self: Round) -> Any:
         seen.append(len(self._table))
         return launch(self)
 
-    monkeypatch.setattr(_Round, "launch", counted)
+    monkeypatch.setattr(Round, "launch", counted)
     return seen
 
 
@@ -98,17 +98,17 @@ def test_texts_do_not_depend_on_how_late_the_host_reads(ahead: int, monkeypatch:
     assert noted(on_device().generate(requests(), speculative=True)) == expected
 
 
-def crossed(self: _Round) -> None:
+def crossed(self: Round) -> None:
     """The next round is fed the neighbour's token."""
     self._newest.copy_(self._newest.roll(1))
 
 
-def short(self: _Round) -> None:
+def short(self: Round) -> None:
     """The next round's lengths are one behind."""
     self._lengths.sub_((self._remaining > 0).long())
 
 
-def same_coins(self: _Round) -> None:
+def same_coins(self: Round) -> None:
     """The next round draws with this one's coins."""
     self._generated.fill_(0)
 
@@ -117,14 +117,14 @@ def same_coins(self: _Round) -> None:
 def test_a_round_of_another_state_is_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin."""
     expected = noted(executor(CPP).generate(requests(), speculative=True))
-    step = _Round._step
+    step = Round._step
 
-    def faulty(self: _Round, *plans: Any) -> Any:
+    def faulty(self: Round, *plans: Any) -> Any:
         made = step(self, *plans)
         fault(self)
         return made
 
-    monkeypatch.setattr(_Round, "_step", faulty)
+    monkeypatch.setattr(Round, "_step", faulty)
     assert noted(on_device().generate(requests(), speculative=True)) != expected
 
 

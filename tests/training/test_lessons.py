@@ -61,6 +61,21 @@ def test_features_that_do_not_fit_are_computed_in_each_step(
     assert not computed.features.is_inference()
 
 
+def test_features_that_fit_in_eight_bits_alone_are_kept_so(
+    lessons: Lessons, texts: Texts, target: Target, config: DFlashConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Off by at most a sixteenth each; an entry thirty thousand times smaller than its row's largest may become 0."""
+    compact_bytes = lessons._bytes(compact=True)
+    assert compact_bytes < lessons._bytes(compact=False)
+    monkeypatch.setattr(module, "_most_bytes", lambda device: compact_bytes)
+    compact = Lessons(texts, target, config.num_drafts, Silent())
+    kept, coarse = lessons.draw(3, 5, generator(7)), compact.draw(3, 5, generator(7))
+    largest = kept.features.abs().amax(dim=-1, keepdim=True)
+    assert ((coarse.features - kept.features).abs() <= kept.features.abs() / 16 + largest / 30_000).all()
+    assert not torch.equal(coarse.features, kept.features)
+    assert torch.equal(coarse.next_ids, kept.next_ids)
+
+
 def test_a_block_that_fits_no_answer_is_refused(texts: Texts, target: Target) -> None:
     with pytest.raises(InvalidSetting, match="no room for 90 drafts"):
         Lessons(texts, target, 90, Silent())

@@ -11,7 +11,7 @@ from equivtest.decoder.follower import Follower
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.stages import Drafts, Int64Array, StepInput
-from equivtest.kernels.contract import AttentionPlan, AttentionShape
+from equivtest.kernels.contract import AttentionPlan, AttentionShape, BlockDrafts, RowParams, Streams
 
 
 class BlockDrafter(Follower, Protocol):
@@ -33,10 +33,23 @@ class BlockDrafter(Follower, Protocol):
         """What a block is fed behind each of the newest tokens (int64 [B]): int64 [B, block_size]."""
         ...
 
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn from a law rather than the likeliest."""
+        ...
+
     def draft_rows(
-        self, token_ids: Tensor, slots: Tensor, positions: Tensor, plan: AttentionPlan, kv: PagedKVCache, width: int
-    ) -> Tensor:
-        """The first `width` drafts of each block, int64 [B, width]; every row of it is a sequence of its own."""
+        self,
+        token_ids: Tensor,  # int64 [B * block_size]
+        slots: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        kv: PagedKVCache,
+        width: int,
+        law: RowParams,  # [B]
+        streams: Streams,  # [B], of the first draft
+    ) -> BlockDrafts:
+        """The first `width` drafts of each block; every row of it is a sequence of its own."""
         ...
 
 

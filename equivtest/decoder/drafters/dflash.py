@@ -28,7 +28,7 @@ from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.stages import Drafts, Int64Array, StepInput
 from equivtest.decoder.weights import load_weights, weights_sha256
 from equivtest.errors import UnsupportedModel
-from equivtest.kernels.contract import AttentionPlan, AttentionShape
+from equivtest.kernels.contract import AttentionPlan, AttentionShape, BlockDrafts, RowParams, Streams
 
 
 class DFlashCheckpoint(NamedTuple):
@@ -50,17 +50,23 @@ class DFlashCheckpoint(NamedTuple):
 
 
 class DFlashDrafter(StatelessDrafter):
-    """Fills a block behind each row's newest token and offers its first drafts, each the likeliest token of its place
-    or, with a Markov head, of its place behind the draft before it.
+    """Fills a block behind each row's newest token and offers its first drafts.
+
+    Without a Markov head a draft is the likeliest token of its place. With one it is drawn, behind the draft before it,
+    from the request's law over some candidates, which is handed on as q.
 
     The whole block is run however few drafts are asked for: the network knows no other.
     """
 
     name = "dflash"
 
-    def __init__(self, checkpoint: DFlashCheckpoint, target: Model) -> None:
-        """Raises UnsupportedModel for a drafter of another target, and for a missing, misshapen or left-over weight."""
-        self.network = BlockNetwork(checkpoint, target)
+    def __init__(self, checkpoint: DFlashCheckpoint, target: Model, *, draws: bool = True) -> None:
+        """draws: False takes the likeliest tokens all the same: what is kept where it equals a token drawn from the
+        target, as under the acceptance rule "match", is oftenest kept then.
+
+        Raises UnsupportedModel for a drafter of another target, and for a missing, misshapen or left-over weight.
+        """
+        self.network = BlockNetwork(checkpoint, target, draws=draws)
         self.follower = self.on_device = self.network
         self._checkpoint = checkpoint
         self._width = self.network.block.num_drafts
@@ -78,6 +84,7 @@ class DFlashDrafter(StatelessDrafter):
             "target_layer_ids": list(config.target_layer_ids),
             "anchor_first": config.anchor_first,
             "markov_head": config.markov_head,
+            "drafts": "drawn" if self.network.draws else "likeliest",
         }
 
     def propose(self, step: StepInput) -> Drafts:
@@ -85,13 +92,24 @@ class DFlashDrafter(StatelessDrafter):
         rows = np.flatnonzero(num_draft)
         sequences = step.sequences[rows]
         batch = step.kv.extend(sequences, np.full(len(rows), self.network.block.block_size))
+        on_device = torch.from_numpy(rows).to(step.params.temperature.device, non_blocking=True)
+        streams = Streams(*(column.index_select(0, on_device) for column in step.streams))
+        law = step.params.take(on_device)
         # As wide at every step, so that one graph serves them all; the propose stage cuts what no row may be offered.
-        proposed = self.network.propose(step.last_token_ids[rows], batch, step.kv, self._width)
+        proposed = self.network.propose(step.last_token_ids[rows], batch, step.kv, self._width, law, streams)
         step.kv.truncate(sequences, step.lengths[rows] - 1)
+        token_ids = proposed.token_ids
         if len(rows) < step.batch:
-            places = torch.from_numpy(rows).to(proposed.device, non_blocking=True)
-            proposed = proposed.new_zeros(step.batch, self._width).index_copy_(0, places, proposed)
-        return Drafts(proposed, num_draft.astype(np.int32), None)
+            token_ids = token_ids.new_zeros(step.batch, self._width).index_copy_(0, on_device, token_ids)
+        probs = None
+        if proposed.probs is not None:
+            like = step.scratch.target_probs
+            shape = (len(rows), self._width, like.shape[-1])
+            dense = proposed.dense(torch.zeros(shape, dtype=like.dtype, device=like.device))
+            probs = dense
+            if len(rows) < step.batch:
+                probs = dense.new_zeros(step.batch, *shape[1:]).index_copy_(0, on_device, dense)
+        return Drafts(token_ids, num_draft.astype(np.int32), probs)
 
 
 class BlockNetwork:
@@ -100,10 +118,12 @@ class BlockNetwork:
     In float32 it computes what `DFlashNetwork` does up to rounding.
     """
 
-    def __init__(self, checkpoint: DFlashCheckpoint, target: Model) -> None:
+    def __init__(self, checkpoint: DFlashCheckpoint, target: Model, *, draws: bool = True) -> None:
+        """draws: see DFlashDrafter."""
         block = checkpoint.config
         _require_target(block, target, checkpoint.label)
         self.block, self._target = block, target
+        self.draws = draws and block.markov_head
         self.backend, self.device = target.backend, target.device
         # A block may stand past the longest text by its own length.
         longest = target.config.max_position + block.block_size
@@ -157,33 +177,56 @@ class BlockNetwork:
             ops.rotate_and_store(heads, self._layers.rotary, positions, key_norm, eps, layer_pages, slots)
 
     @torch.inference_mode()
-    def propose(self, anchors: Int64Array, batch: RaggedBatch, kv: PagedKVCache, width: int) -> Tensor:
-        """The first `width` drafts of each block: int64 [B, width], on the device.
-
-        anchors: int64 [B]. batch: the blocks' rows, block_size behind each context.
-        """
+    def propose(
+        self,
+        anchors: Int64Array,  # [B]
+        batch: RaggedBatch,  # the blocks' rows, block_size behind each context
+        kv: PagedKVCache,
+        width: int,
+        law: RowParams,  # [B], on the device
+        streams: Streams,  # [B], on the device
+    ) -> BlockDrafts:
+        """The first `width` drafts of each block, on the device."""
         num_blocks, size = len(anchors), self.block.block_size
-        fed, rows = self.block_token_ids(torch.from_numpy(anchors)).view(-1), each_row_by_itself(batch)
+        on_host = torch.from_numpy(anchors)
+        fed, rows = self.block_token_ids(on_host).view(-1), each_row_by_itself(batch)
         if self._graphs is None or len(fed) > MAX_GRAPH_ROWS:
             on_device = rows.on(self.device)
             plan = self.backend.plan_attention(on_device.attention, self.attention_shape(kv))
-            return self.draft_rows(fed.to(self.device), on_device.slots, on_device.positions, plan, kv, width)
+            return self.draft_rows(
+                fed.to(self.device), on_device.slots, on_device.positions, plan, kv, width, law, streams
+            )
 
         def captured(inputs: GraphInputs, plans: Sequence[AttentionPlan]) -> Tensor:
-            return self.draft_rows(inputs.token_ids, inputs.slots[0], inputs.positions[0], plans[0], kv, width)
+            return self._states(inputs.token_ids, inputs.slots[0], inputs.positions[0], plans[0], kv, width)
 
         shape = GraphShape.of([rows], len(fed), group=size)
-        # A copy: the drafts are still needed when the next graph runs.
-        return self._graphs.replay((width,), shape, fed, [rows], kv, captured)[:num_blocks].clone()
+        states = self._graphs.replay((width,), shape, fed, [rows], kv, captured)[: num_blocks * width]
+        return self._fill(states, on_host.to(self.device, non_blocking=True), law, streams)
 
     def block_token_ids(self, newest: Tensor) -> Tensor:
         masks = torch.full_like(newest, self.block.mask_token_id)[:, None]
         return torch.cat([newest[:, None], masks.expand(-1, self.block.block_size - 1)], dim=1)
 
     def draft_rows(
+        self,
+        token_ids: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        kv: PagedKVCache,
+        width: int,
+        law: RowParams,
+        streams: Streams,
+    ) -> BlockDrafts:
+        """Device work alone, on whole blocks."""
+        states = self._states(token_ids, slots, positions, plan, kv, width)
+        return self._fill(states, token_ids.view(-1, self.block.block_size)[:, 0], law, streams)
+
+    def _states(
         self, token_ids: Tensor, slots: Tensor, positions: Tensor, plan: AttentionPlan, kv: PagedKVCache, width: int
     ) -> Tensor:
-        """Device work alone, on whole blocks."""
+        """Normed hidden states of the places to fill, [B * width, hidden_size]."""
         assert kv.companion_pages is not None  # the executor makes room for whatever follows
         ops = self.backend.layers
         hidden = ops.residual(self._target.embed(token_ids))
@@ -191,13 +234,19 @@ class BlockNetwork:
             hidden = self._layers.run(index, hidden, slots, positions, plan, pages)
         blocks = ops.rows(hidden).view(-1, self.block.block_size, self.block.hidden_size)
         predicting = blocks.narrow(1, self.block.first_draft_row, width).flatten(0, 1)
-        normed = ops.rms_norm(ops.residual(predicting), self._norm, self.config.rms_norm_eps)
-        logits = self._target.logits(normed).view(-1, width, self.block.vocab_size)
+        return ops.rms_norm(ops.residual(predicting), self._norm, self.config.rms_norm_eps)
+
+    def _fill(self, states: Tensor, anchors: Tensor, law: RowParams, streams: Streams) -> BlockDrafts:
+        """Drafts of the places with these states, which may be written to. anchors: int64 [B]."""
+        num_blocks = len(anchors)
         if self._markov is None:
-            return logits.argmax(dim=-1)
-        gates = ops.head(normed, self._markov.gate).sigmoid_().view(-1, width, self.block.hidden_size)
-        anchors = token_ids.view(-1, self.block.block_size)[:, 0]
-        return ops.markov_drafts(logits, gates, anchors, self._markov.successors, self._target.head_weight)
+            return BlockDrafts(self._target.logits(states).argmax(dim=-1).view(num_blocks, -1), None, None)
+        ops, successors = self.backend.layers, self._markov.successors
+        gates = ops.head(states, self._markov.gate).sigmoid_().view(num_blocks, -1, self.block.hidden_size)
+        states.view(gates.shape)[:, 0] += gates[:, 0].to(states.dtype) * successors[anchors]
+        logits = self._target.logits(states).view(*gates.shape[:2], self.block.vocab_size)
+        drawn = (law, streams) if self.draws else (None, None)
+        return ops.markov_drafts(logits, gates, successors, self._target.head_weight, *drawn)
 
 
 class _MarkovTable(NamedTuple):

@@ -30,7 +30,7 @@ from equivtest.decoder.config import ModelConfig, config_from_hf
 from equivtest.decoder.drafters.dflash_layers import Layer, MarkovHead, RMSNorm
 from equivtest.decoder.weights import load_weights, read_json
 from equivtest.errors import ModelUnavailable, UnsupportedModel
-from equivtest.kernels.markov import markov_drafts
+from equivtest.kernels.registry import get_backend
 
 MAX_FILE_BYTES = 16_000_000
 """Most bytes of weights in one file."""
@@ -267,10 +267,13 @@ class DFlashNetwork(nn.Module):
         hidden: [N, K, hidden_size] of `forward`'s rows that predict drafts. anchor_ids: int64 [N]. head: the target's,
         [vocab_size, hidden_size].
         """
-        logits = hidden.to(head.dtype) @ head.T
         if self.markov_head is None or successors is None:
-            return logits.argmax(dim=-1)
-        return markov_drafts(logits, self.markov_head.gates(hidden), anchor_ids, successors, head)
+            return (hidden.to(head.dtype) @ head.T).argmax(dim=-1)
+        gates = self.markov_head.gates(hidden)
+        fed = hidden.clone()
+        fed[:, 0] += gates[:, 0] * successors[anchor_ids]
+        logits = fed.to(head.dtype) @ head.T
+        return get_backend("reference").layers.markov_drafts(logits, gates, successors, head).token_ids
 
     def block_token_ids(self, anchors: Tensor) -> Tensor:
         """[..., block_size]: each anchor (int64 [...]) and mask tokens."""

@@ -21,6 +21,8 @@ class DrafterContext:
 
     target: Model
     backend: KernelBackend
+    acceptance: str = "chain"
+    """Name of the rule that will judge the drafts."""
     early_exit_layers: int | None = None
     """Layers of `early_exit` and `sampled_exit`; None: `default_layers` of them."""
     draft_model: Callable[[], tuple[Model, str]] | None = None
@@ -45,7 +47,7 @@ def _sampled_exit(context: DrafterContext) -> Drafter:
 
 def _dflash(context: DrafterContext) -> Drafter:
     assert context.block_drafter is not None  # checked by make_drafter
-    return DFlashDrafter(context.block_drafter(), context.target)
+    return DFlashDrafter(context.block_drafter(), context.target, draws=context.acceptance == "chain")
 
 
 _FACTORIES: Mapping[str, Callable[[DrafterContext], Drafter]] = {
