@@ -27,6 +27,9 @@ def test_a_smoke_run_of_the_real_model_ends_equivalent(tmp_path: Path, smollm2_p
     assert "tokens/s" in ended.stderr
     manifest = json.loads((run_dir / "manifest.json").read_text())
     assert manifest["status"] == "complete"
+    subject = manifest["subject"]
+    assert (subject["model"], subject["drafter"]) == ("smollm2-135m", "dflash")
+    assert subject["drafter_parameters"]["draft_model"] == "smollm2-dflash"
     assert manifest["arm_tokens"] == {"off": 2048, "on": 2048, "on_null": 2048, "biased": 2048}
     cells = pd.read_parquet(run_dir / "cells.parquet")
     biased = cells[cells["comparison"] == "off_biased"]

@@ -39,16 +39,19 @@ def engine_options(command: Command) -> Command:
                      help="Where the decoder runs."),
         click.option("--kernels", default="auto", show_default=True,
                      help="Kernel backend: auto, cpp, cuda, flashinfer or reference."),
-        click.option("--drafter", default="early_exit", show_default=True,
-                     help="ngram, early_exit, sampled_exit (the same layers, sampled), self, model or dflash."),
+        click.option("--drafter", default="auto", show_default=True,
+                     help="auto (dflash for smollm2-135m, whose drafter ships here, else early_exit; openvino: ngram), "
+                     "dflash, ngram, early_exit, sampled_exit (the same layers, sampled), self or model."),
         click.option("--draft-len", type=str, default="2", show_default=True, metavar="INTEGER|auto",
                      callback=_draft_len,
                      help="Drafts offered per step; auto: the decoder measures which length pays, before the run."),
         click.option("--early-exit-layers", type=int, default=None, help="Layers of early_exit and sampled_exit."),
         click.option("--draft-model", default=None,
-                     help="What `--drafter model` reads, a model, or dflash, a folder of `equivtest drafter train`."),
+                     help="What `--drafter model` reads, a model, or dflash, a folder of `equivtest drafter train` or "
+                     "smollm2-dflash, which ships here."),
         click.option("--drafts", type=click.Choice(["likeliest", "drawn"]), default="likeliest", show_default=True,
-                     help="How a dflash drafter with a Markov head picks its drafts; drawn ones are kept oftener."),
+                     help="How a dflash drafter with a Markov head picks its drafts; drawn ones are kept oftener, but "
+                     "`equivtest run` cannot score them yet."),
         click.option("--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True,
                      help="Acceptance rule; both are exact."),
         click.option("--threads", type=int, default=None, help="CPU threads; default: all cores."),

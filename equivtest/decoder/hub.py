@@ -45,18 +45,18 @@ BUILT_IN: Mapping[str, PackagedModel] = MappingProxyType(
 )
 """SmolLM2-135M-Instruct (Apache-2.0), quantised to Q4_1."""
 
-SHIPPED: Mapping[str, Path] = MappingProxyType(
-    {name: Path(__file__).parent / "models" / name for name in ("tiny", "tiny-draft")}
-)
-"""Folders inside this package: a target and a draft model that learned the built-in model's text; models/CARD.md."""
+BLOCK_DRAFTERS: Mapping[str, str] = MappingProxyType({"smollm2-dflash": "smollm2-135m"})
+"""Block drafters inside this package, each with the model of `BUILT_IN` that it was trained for; its card is beside it.
+"""
 
-_BLOCK_DRAFTERS: Mapping[str, Path] = MappingProxyType(
-    {"smollm2-135m": Path(__file__).parent / "models" / "smollm2-dflash"}
+SHIPPED: Mapping[str, Path] = MappingProxyType(
+    {name: Path(__file__).parent / "models" / name for name in ("tiny", "tiny-draft", *BLOCK_DRAFTERS)}
 )
-"""Block drafters inside this package, by the model that they were trained for."""
+"""Folders inside this package: a target and a draft model that learned the built-in model's text, models/CARD.md; and
+the block drafters."""
 
 NAMES = (*BUILT_IN, *SHIPPED)
-"""Every name that stands for a model."""
+"""Every name that stands for a model or a block drafter."""
 
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer.json", "tokenizer_config.json",
@@ -92,9 +92,11 @@ def resolve_model(
 
 
 def shipped_block_drafter(model: str) -> Path | None:
-    """The folder of the block drafter that comes with a model; None where none does."""
-    folder = _BLOCK_DRAFTERS.get(model)
-    return folder if folder is not None and folder.is_dir() else None
+    """The folder of the block drafter that was trained for a built-in model; None for every other, and for a path that
+    is called like one: its weights may be others."""
+    if Path(model).expanduser().exists():
+        return None
+    return next((SHIPPED[name] for name, target in BLOCK_DRAFTERS.items() if target == model), None)
 
 
 def cached_model(name: str, *, cache_dir: Path | None = None) -> Path | None:

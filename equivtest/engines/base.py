@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
@@ -85,6 +85,10 @@ class VllmOptions:
             raise InvalidSetting("engine_args", dict(self.engine_args), "are of both arms: only one of them speculates")
 
 
+AUTO = "auto"
+"""The drafter that an engine chooses itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What to run and how; passed whole."""
@@ -99,10 +103,11 @@ class EngineOptions:
     """Where weights, cache and kernels live: cpu or cuda."""
     kernels: str = "auto"
     """Kernel backend; auto takes the first that works here, and the record says which."""
-    drafter: str = "early_exit"
+    drafter: str = AUTO
+    """What drafts; auto: the engine's choice for the model, see `settled`, and the record says which."""
     draft_len: int | None = 2
     """Most drafts a row is offered in one step; None: the decoder measures which length pays at `max_batch` requests,
-    and keeps to it."""
+    and keeps to it. On a CPU fewer are faster, but one would leave every later slot of a block untested."""
     early_exit_layers: int | None = None
     """Layers of the drafters early_exit and sampled_exit; None: all but one in fifteen of the model's."""
     draft_model: str | None = None
@@ -135,17 +140,24 @@ class EngineOptions:
             ("early_exit_layers", self.early_exit_layers, ("early_exit", "sampled_exit")),
             ("draft_model", self.draft_model, ("model", "dflash")),
         ):
-            if value is not None and self.drafter not in drafters:
+            if value is not None and self.drafter not in (*drafters, AUTO):
                 words = " or ".join(drafters)
                 raise InvalidSetting(option, value, f"goes with the {words} drafter, not with {self.drafter}")
         if self.drafts not in DRAFTS:
             raise InvalidSetting("drafts", self.drafts, f"must be one of {', '.join(DRAFTS)}")
-        if self.drafts == "drawn" and (self.drafter, self.acceptance) != ("dflash", "chain"):
+        if self.drafts == "drawn" and (self.drafter not in ("dflash", AUTO) or self.acceptance != "chain"):
             raise InvalidSetting("drafts", self.drafts, "goes with the dflash drafter and the chain rule")
         if self.max_batch < 1:
             raise InvalidSetting("max_batch", self.max_batch, "must be at least 1")
         if self.threads is not None and self.threads < 1:
             raise InvalidSetting("threads", self.threads, "must be at least 1")
+
+    def settled(self, drafter: str) -> EngineOptions:
+        """With `drafter` where the choice was left to the engine.
+
+        Raises InvalidSetting where `early_exit_layers` or `draft_model` are for another.
+        """
+        return replace(self, drafter=drafter) if self.drafter == AUTO else self
 
 
 DTYPES = ("auto", "float32", "bfloat16")

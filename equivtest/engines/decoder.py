@@ -10,7 +10,7 @@ import torch
 
 import equivtest
 from equivtest.decoder.acceptance import acceptance_rule
-from equivtest.decoder.drafters.dflash import DFlashCheckpoint
+from equivtest.decoder.drafters.dflash import DFlashCheckpoint, DFlashDrafter
 from equivtest.decoder.drafters.draft_model import ModelDrafter
 from equivtest.decoder.drafters.registry import DrafterContext, check_drafter, make_drafter
 from equivtest.decoder.executor import Executor
@@ -18,7 +18,7 @@ from equivtest.decoder.hub import resolve_model, shipped_block_drafter
 from equivtest.decoder.model import Model
 from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.weights import Checkpoint, default_dtype, load_checkpoint
-from equivtest.engines.base import Capabilities, EngineOptions, Messages, StagesWrap
+from equivtest.engines.base import AUTO, Capabilities, EngineOptions, Messages, StagesWrap
 from equivtest.engines.draft_length import LONGEST, default_conversations, keep_to_best_length, measuring_requests
 from equivtest.errors import InvalidSetting, KernelUnavailable, UnsupportedModel
 from equivtest.kernels.contract import KernelBackend
@@ -59,10 +59,16 @@ class DecoderEngine:
         """Fetch and load the model.
 
         load: makes the model in place of a file, and `options.model` only names it. `on_message` gets a line where
-        something takes long, and one that says which kernels "auto" stands for.
+        something takes long, and one each that says which kernels and which drafter "auto" stands for: dflash where a
+        drafter for the model ships, else early_exit.
 
         Raises ModelUnavailable, ChecksumMismatch, UnsupportedModel, KernelUnavailable, UnknownName or InvalidSetting.
         """
+        shipped = None if load else shipped_block_drafter(options.model)
+        if options.drafter == AUTO:
+            options = options.settled("early_exit" if shipped is None else "dflash")
+            if on_message is not None:
+                on_message(f"drafter: {options.drafter}")
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         require_device(options.device)
@@ -74,7 +80,9 @@ class DecoderEngine:
         require_served(backend, options.device)
         # What is wrong with the request is said before the model is fetched.
         acceptance_rule(options.acceptance, backend)
-        draft_model = _draft_model(options)
+        draft_model = options.draft_model
+        if draft_model is None and options.drafter == "dflash" and shipped is not None:
+            draft_model = str(shipped)
         check_drafter(options.drafter, has_draft_model=draft_model is not None)
         dtype = _default_dtype(options.device) if options.dtype == "auto" else _DTYPES[options.dtype]
         require_attention(backend, dtype)
@@ -182,10 +190,13 @@ class DecoderEngine:
     def scorer(self) -> Scorer:
         """Scores what this engine generated, with the same model and kernels; made at the first call and kept.
 
-        Drafts of a small model were drawn from its law, those of every other drafter are sure.
+        Drafts of a small model were drawn from its law, those of every other drafter are sure. Raises InvalidSetting
+        for a block drafter that draws: its law is not known here, and scored as sure a right decoder would look wrong.
         """
         if self._scorer is None:
             model, drafter = self._executor.model, self._executor.drafter
+            if isinstance(drafter, DFlashDrafter) and drafter.network.draws:
+                raise InvalidSetting("drafts", "drawn", "the law of drawn block drafts cannot be scored: use likeliest")
             self._scorer = Scorer(
                 model,
                 self._executor.plain_backend,
@@ -218,14 +229,6 @@ def _measure_draft_length(executor: Executor, checkpoint: Checkpoint, on_message
     if on_message is not None:
         on_message(text)
     return text
-
-
-def _draft_model(options: EngineOptions) -> str | None:
-    """What the drafter is read from."""
-    if options.draft_model is None and options.drafter == "dflash":
-        shipped = shipped_block_drafter(options.model)
-        return None if shipped is None else str(shipped)
-    return options.draft_model
 
 
 def require_device(device: str) -> None:

@@ -62,6 +62,7 @@ class OpenvinoEngine:
         Raises ModelUnavailable, ChecksumMismatch, UnsupportedModel, UnknownName, InvalidSetting or EngineUnavailable.
         """
         tell = on_message or (lambda line: None)
+        options = options.settled("ngram")
         if options.drafter not in DRAFTERS:
             raise UnknownName("drafter of openvino", options.drafter, DRAFTERS)
         if options.drafter == "model" and options.draft_model is None:

@@ -61,6 +61,7 @@ class TransformersEngine:
 
         Raises ModelUnavailable, ChecksumMismatch, UnsupportedModel, UnknownName or InvalidSetting.
         """
+        options = options.settled("early_exit")
         if options.drafter not in DRAFTERS:
             raise UnknownName("drafter of transformers", options.drafter, DRAFTERS)
         if options.drafter == "model" and options.draft_model is None:

@@ -140,11 +140,13 @@ def new_manifest(protocol: Protocol, engine: Engine, options: Mapping[str, Any])
 def resumed(run_dir: Path, asked: Manifest) -> Manifest:
     """The manifest on disk, if it asked the same question of the same code."""
     found = Manifest.read(run_dir)
+    # What no option can mend comes first; a setting of the subject is named before the fingerprint, which says less.
     for name, on_disk, now in (
-        ("fingerprint", found.fingerprint, asked.fingerprint),
-        ("analysis", found.options, asked.options),
         ("source_sha256", found.code.get("source_sha256"), asked.code["source_sha256"]),
         ("CPU", _cpu(found), _cpu(asked)),
+        *((name, found.subject.get(name), asked.subject.get(name)) for name in {**found.subject, **asked.subject}),
+        ("fingerprint", found.fingerprint, asked.fingerprint),
+        ("analysis", found.options, asked.options),
     ):
         if on_disk != now:
             raise RunMismatch(run_dir, name, on_disk, now)

@@ -35,6 +35,11 @@ def card(record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str
     mix = ", ".join(f"{count:,} {name}" for name, count in texts["by_config"].items())
     given = f"; a share of {text['prompts_share']:g} asks {text['prompts']}" if text["prompts"] else ""
     commit = f"{code['git_commit'] or 'unknown'}{' with changes' if code['git_dirty'] else ''}"
+    begun, markov = "", ""
+    if start := options["network"].get("start_from"):
+        begun = f"; begun from the weights of `{start}`"
+    if network.get("markov_head"):
+        markov = ", and a Markov head, by which a draft depends on the one before it"
     paragraphs = [
         f"# A DFlash drafter for {target['model']}",
         f"Proposes {network['block_size'] - 1} tokens in one pass (block diffusion drafting, arXiv 2602.06036). It "
@@ -42,7 +47,7 @@ def card(record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str
         f"**Target**: `{target['model']}`, sha256 `{target['model_sha256']}`. The drafter is of no use to another.",
         f"**Network**: {network['num_layers']} layers, {record['num_parameters']:,} weights, bfloat16; blocks of "
         f"{network['block_size']}; features from the target's layers {layers}, counted from 0; mask token "
-        f"{network['mask_token_id']}. The target's embedding and head are shared and not here.",
+        f"{network['mask_token_id']}{markov}. The target's embedding and head are shared and not here.",
         f"**Text**: {texts['num_texts']:,} texts of {text['text_length']} tokens, {texts['num_answer_tokens']:,} of "
         "them answers, all sampled from the target: it asked itself questions and answered them (texts by "
         f"configuration: {mix}){given}. sha256 of the token ids `{texts['sha256']}`. The built-in prompts and "
@@ -50,7 +55,7 @@ def card(record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str
         f"**Training**: {record['steps']:,} steps of {loop['batch_texts']} texts with {loop['num_anchors']} blocks "
         f"each, in {record['seconds']:,.0f} s. AdamW, peak rate {loop['rate']:g}, warm-up {loop['warm_up']:.0%}, cosine"
         f" to zero; cross entropy of the target's next tokens, slots weighted by exp(-k / {loop['gamma']:g}), a share "
-        f"of {loop['soft_share']:g} of it against the target's law. At the end the loss was "
+        f"of {loop['soft_share']:g} of it against the target's law{begun}. At the end the loss was "
         f"{record['last']['loss']:.3f} nats a draft, and {record['last']['accepted']:.2f} drafts of a block were the "
         "text's (`loss.png`, `loss.jsonl`).",
         f"**Seeds**: text {text['seed']}, weights and draws {loop['seed']}.",

@@ -105,7 +105,7 @@ def test_a_random_model_decodes_with_and_without_speculation() -> None:
     requests = requests_for(engine, [GREEDY] * 2, max_tokens=8)
     on, off = (engine.generate(requests, speculative=speculative) for speculative in (True, False))
     assert [g.token_ids.tolist() for g in on] == [g.token_ids.tolist() for g in off]
-    assert engine.describe()["model"] == "random test"
+    assert (engine.describe()["model"], engine.describe()["drafter"]) == ("random test", "early_exit")
     assert engine.token_text(1_499) == "<unused 1499>"
 
 

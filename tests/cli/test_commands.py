@@ -88,6 +88,7 @@ def test_every_command_explains_itself_with_an_example(equivtest, command: str) 
         (("run", "--bias-margin", "2"), "must be between 0 and 1"),
         (("run", "--sequential", "--no-law"), "not with --no-law"),
         (("controls", "--only", "nothing"), "known: accept_all, adaptive_length,"),
+        (("controls", "--draft-model", "tiny-draft", "--only", "nothing"), "known: accept_all, adaptive_length,"),
         (("controls", "--faults-from", "no_such_module"), "no_such_module"),
         (("controls", "--budget", "huge"), "known: audit, gate, smoke"),
         (("power", "no/such/run"), "no run at no/such/run"),

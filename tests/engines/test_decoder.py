@@ -28,8 +28,9 @@ MESSAGES = [{"role": "user", "content": "Name a colour."}]
 @pytest.fixture(scope="module")
 def engine(smollm2_path: Path) -> DecoderEngine:
     options = EngineOptions(
-        model=str(smollm2_path), dtype="float32", kernels="cpp", draft_len=3, early_exit_layers=24, max_batch=8
-    )
+        model=str(smollm2_path), dtype="float32", kernels="cpp", drafter="early_exit", draft_len=3,
+        early_exit_layers=24, max_batch=8,
+    )  # fmt: skip
     return DecoderEngine.open(options)
 
 
@@ -138,7 +139,7 @@ def test_the_backend_that_auto_chose_is_said_before_the_model_is_fetched(
     kernels: str, refused: dict[str, str], lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("equivtest.engines.decoder.resolve_auto", lambda device: ("reference", refused))
-    options = EngineOptions(model=str(tmp_path / "nothing.gguf"), kernels=kernels)
+    options = EngineOptions(model=str(tmp_path / "nothing.gguf"), kernels=kernels, drafter="ngram")
     heard: list[str] = []
     with pytest.raises(ModelUnavailable):
         DecoderEngine.open(options, on_message=heard.append)
@@ -171,7 +172,7 @@ def test_on_a_gpu_auto_says_why_it_is_not_cuda_and_the_processors_kernels_are_re
     monkeypatch.setattr(
         "equivtest.engines.decoder.resolve_auto", lambda device: ("reference", {device: "there is no nvcc here"})
     )
-    options = EngineOptions(model=str(tmp_path / "nothing.gguf"), device="cuda", dtype="float32")
+    options = EngineOptions(model=str(tmp_path / "nothing.gguf"), device="cuda", dtype="float32", drafter="ngram")
     heard: list[str] = []
     with pytest.raises(ModelUnavailable):
         DecoderEngine.open(options, on_message=heard.append)

@@ -140,6 +140,7 @@ def test_what_openvino_cannot_do_is_refused(put_in: Any) -> None:
     assert "another law" in str(engine.refusal(CONFIGS["penalties"]))
     with pytest.raises(InvalidSetting, match="no fault"):
         engine.generate(requests(1), speculative=True, fault=lambda stages: stages)
+    assert open_openvino(drafter="auto").describe()["drafter"] == "ngram"
     with pytest.raises(UnknownName, match="model, ngram"):
         open_openvino(drafter="early_exit")
     with pytest.raises(InvalidSetting, match="needs a draft model"):

@@ -159,6 +159,7 @@ def test_what_transformers_cannot_do_is_refused() -> None:
         assert engine.refusal(CONFIGS[config]) is None
     with pytest.raises(InvalidSetting, match="no fault"):
         engine.generate(requests(engine, 1), speculative=True, fault=lambda stages: stages)
+    assert open_transformers().describe()["drafter"] == "early_exit"
     with pytest.raises(UnknownName, match="early_exit, model, ngram"):
         open_transformers(drafter="self")
     with pytest.raises(InvalidSetting, match="kernels = 'cpp': is no option of the engine transformers"):

@@ -36,7 +36,9 @@ CONFIG = "topp95"
 def engine() -> DecoderEngine:
     flashinfer_backend()
     return DecoderEngine.open(
-        EngineOptions(device="cuda", dtype="bfloat16", kernels="flashinfer", draft_len=3, max_batch=1)
+        EngineOptions(
+            device="cuda", dtype="bfloat16", kernels="flashinfer", drafter="early_exit", draft_len=3, max_batch=1
+        )
     )
 
 

@@ -305,6 +305,15 @@ def test_a_folder_with_a_run_is_not_overwritten_nor_resumed_under_another_protoc
         judge(correct.run_dir, FakeEngine(), resume=True, run_seed=7)
 
 
+def test_a_run_is_not_resumed_with_another_drafter(correct: RunResult) -> None:
+    class Other(FakeEngine):
+        def describe(self):
+            return {**super().describe(), "drafter": "other"}
+
+    with pytest.raises(RunMismatch, match=r"its drafter is '\w+', this call has 'other'"):
+        judge(correct.run_dir, Other(), resume=True)
+
+
 def test_a_run_is_not_resumed_by_other_code(correct: RunResult, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("equivtest.pipeline.manifest.describe_code", lambda: {"source_sha256": "other"})
     with pytest.raises(RunMismatch, match="source_sha256"):
