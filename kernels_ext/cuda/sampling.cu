@@ -5,7 +5,6 @@
 // its draft or not, and where its own coin rejects it draws the recovered token that is put out if no earlier row
 // rejects. Source of the chain rule: Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
 #include <algorithm>
-#include <cstdlib>
 
 #include "sampling.cuh"
 
@@ -311,8 +310,6 @@ const char* allow_shared(Kernel kernel) {
 template <class T>
 unsigned blocks_of_a_row(int64_t num_rows, int64_t vocab_size) {
   if (!is_sm_90()) return 1;
-  static const char* const forced = std::getenv("EQUIVTEST_CLUSTER");  // for the experiment: 1 is one block a row
-  if (forced) return static_cast<unsigned>(std::atoi(forced));
   const int64_t rounds = vocab_size / (16 / static_cast<int64_t>(sizeof(T))) / kThreads;
   const int64_t most = std::min(device_attribute(cudaDevAttrMultiProcessorCount) / num_rows, rounds / 2);
   return most >= 4 ? 4 : most >= 2 ? 2 : 1;
