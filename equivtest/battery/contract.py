@@ -16,7 +16,8 @@ from equivtest.kernels.contract import PADDING
 Bools = npt.NDArray[np.bool_]
 
 
-_SHAPES = frozenset({"ids", "empty", "no_bonus", "padding", "past_rejection", "tail", "unended"})
+_SHAPES = frozenset({"ids", "empty", "no_bonus", "padding", "past_rejection", "tail"})
+"""Breaches after which other findings may say no more than that: too many rows cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def read_rows(played: Played) -> tuple[Rows, list[Breach]]:
     # All tokens are drafts that the sampler says it accepted: what should end the row is missing.
     unended = np.zeros_like(empty)
     if played.emitted is not None:
-        unended = (length == prefix) & (length <= num_draft) & (played.emitted == length) & ~(empty | no_bonus)
+        unended = (length == prefix) & (length < num_draft) & (played.emitted == length) & ~(empty | longer)
     ok = ~(rows_outside | empty | longer | no_bonus | unended)
     breaches = [
         *_breach(played, "ids", "contract", f"put out ids outside 0..{played.case.vocab_size - 1}", rows_outside),

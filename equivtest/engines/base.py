@@ -153,11 +153,13 @@ class EngineOptions:
             raise InvalidSetting("threads", self.threads, "must be at least 1")
 
     def settled(self, drafter: str) -> EngineOptions:
-        """With `drafter` where the choice was left to the engine.
+        """With `drafter` where the choice was left to the engine, or early_exit where its layers are given.
 
         Raises InvalidSetting where `early_exit_layers` or `draft_model` are for another.
         """
-        return replace(self, drafter=drafter) if self.drafter == AUTO else self
+        if self.drafter != AUTO:
+            return self
+        return replace(self, drafter=drafter if self.early_exit_layers is None else "early_exit")
 
 
 DTYPES = ("auto", "float32", "bfloat16")

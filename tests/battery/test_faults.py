@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from equivtest.battery import SamplerReport, check_sampler
+from equivtest.battery.contract import Breach
 from tests.battery.samplers import ALONE, ENDLESS, FAULTS, ChainSampler, Planted, shifted_acceptance
 
 
@@ -35,6 +36,7 @@ def test_a_row_that_ends_without_a_token_where_the_residual_is_empty_is_named_so
     report = check_sampler(ENDLESS, budget="gate", vocab=(), only=("tiny",), seed=2)
     (found,) = report.findings
     assert (found.stage, "end with their accepted drafts" in found.what) == ("recover", True)
+    assert not Breach("unended", "recover", "", 1, 1, "").unreadable, "it hides nothing else that is wrong"
     assert check_sampler(ChainSampler(), budget="gate", vocab=(), only=("tiny",), seed=2).passed
 
 

@@ -52,7 +52,9 @@ def dflash_network(config: DFlashConfig, *, seed: int = 0) -> DFlashNetwork:
 
 def dflash_drafter(target: Model, *, seed: int = 0, **changes: object) -> DFlashDrafter:
     """A random drafter for a target; `changes` are fields of DFlashConfig."""
-    return DFlashDrafter(dflash_checkpoint(target.config, seed=seed, **changes), target, draws=True)
+    return DFlashDrafter(
+        dflash_checkpoint(target.config, seed=seed, **changes), target, draws=bool(changes.get("markov_head"))
+    )
 
 
 def dflash_checkpoint(target: ModelConfig, *, seed: int = 0, **changes: object) -> DFlashCheckpoint:

@@ -53,7 +53,7 @@ def build(
         backend=backend,
         early_exit_layers=2,
         draft_model=lambda: (draft, "tiny"),
-        draws=True,
+        draws=drafter != "dflash",
         block_drafter=lambda: dflash_checkpoint(target.config, markov_head=drafter != "dflash"),
     )
     return Executor(

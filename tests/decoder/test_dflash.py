@@ -147,6 +147,13 @@ def test_a_markov_head_behind_the_wrong_token_is_found(monkeypatch: pytest.Monke
     assert wrong(proposals, target, network) > len(proposals) / 4
 
 
+def test_drafts_are_drawn_with_a_markov_head_alone() -> None:
+    target = tiny_model(backend=BACKEND)
+    assert BlockNetwork(dflash_checkpoint(target.config, markov_head=True), target, draws=True).draws
+    with pytest.raises(InvalidSetting, match="no Markov head"):
+        BlockNetwork(dflash_checkpoint(target.config), target, draws=True)
+
+
 def stale(network: BlockNetwork) -> Callable[..., None]:
     """A context that is not cut back: what was once written for a place stays there."""
     follow, written = network.follow, set[int]()

@@ -203,3 +203,8 @@ def test_its_scorer_scores_what_it_generated(engine: DecoderEngine) -> None:
     assert not law.support_violation.any()
     assert law.has_draft.any()
     assert engine.scorer() is engine.scorer()
+
+
+def test_layers_of_an_early_exit_ask_for_that_drafter() -> None:
+    assert EngineOptions(early_exit_layers=20).settled("dflash").drafter == "early_exit"
+    assert EngineOptions().settled("dflash").drafter == "dflash"

@@ -27,7 +27,7 @@ from equivtest.decoder.model import Model
 from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.stages import Drafts, Int64Array, StepInput
 from equivtest.decoder.weights import load_weights, weights_sha256
-from equivtest.errors import UnsupportedModel
+from equivtest.errors import InvalidSetting, UnsupportedModel
 from equivtest.kernels.contract import AttentionPlan, AttentionShape, BlockDrafts, RowParams, Streams
 
 
@@ -122,8 +122,10 @@ class BlockNetwork:
         """draws: see DFlashDrafter."""
         block = checkpoint.config
         _require_target(block, target, checkpoint.label)
+        if draws and not block.markov_head:
+            raise InvalidSetting("drafts", "drawn", f"{checkpoint.label} has no Markov head, and only such draw")
         self.block, self._target = block, target
-        self.draws = draws and block.markov_head
+        self.draws = draws
         self.backend, self.device = target.backend, target.device
         # A block may stand past the longest text by its own length.
         longest = target.config.max_position + block.block_size
