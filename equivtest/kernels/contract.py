@@ -101,6 +101,18 @@ class BlockDrafts(NamedTuple):
     candidates: Tensor | None  # int64 [B, K, C], the tokens that could have been drawn; one may stand there twice
     probs: Tensor | None  # float32 [B, K, C], their law; None: a point mass at each draft
 
+    def spread(self, rows: Tensor, batch: int) -> BlockDrafts:
+        """As `rows` (int64 [B]) of a larger batch, whose others hold zeros."""
+
+        def spread(column: Tensor) -> Tensor:
+            return column.new_zeros(batch, *column.shape[1:]).index_copy_(0, rows, column)
+
+        return BlockDrafts(
+            spread(self.token_ids),
+            None if self.candidates is None else spread(self.candidates),
+            None if self.probs is None else spread(self.probs),
+        )
+
     def dense(self, out: Tensor) -> Tensor:
         """The law over the vocabulary, written to `out`, [B, K, vocab_size] of zeros."""
         assert self.candidates is not None

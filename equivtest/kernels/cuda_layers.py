@@ -164,10 +164,10 @@ class CudaLayers:
         values = torch.empty(batch, places, STRIPES, dtype=torch.float32, device=logits.device)
         tokens = torch.empty_like(values, dtype=torch.int64)
         drafts = torch.empty(batch, places, dtype=torch.int64, device=logits.device)
-        probs = None if law is None else torch.empty_like(values)
+        probs: Tensor | None = None
         draw: list[Tensor | None] = [None] * 6
         if law is not None and streams is not None:
-            draw = [column.contiguous() for column in (*law, *streams)]
+            probs, draw = torch.empty_like(values), [column.contiguous() for column in (*law, *streams)]
         self._library.call(
             op, logits.contiguous(), _is_bfloat16(logits), gates.float().contiguous(),
             successors, head, _is_bfloat16(head), *draw,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equivtest.kernels.contract import BlockDrafts, RowParams, Streams
 from equivtest.kernels.linear import Linear
 from equivtest.kernels.markov import markov_drafts
 
@@ -75,16 +74,7 @@ class TorchLayers:
         rows.index_copy_(0, key_rows + page_size, value)
         return rotated[:, :num_heads].contiguous()
 
-    def markov_drafts(
-        self,
-        logits: Tensor,
-        gates: Tensor,
-        successors: Tensor,
-        head: Tensor,
-        law: RowParams | None = None,
-        streams: Streams | None = None,
-    ) -> BlockDrafts:
-        return markov_drafts(logits, gates, successors, head, law, streams)
+    markov_drafts = staticmethod(markov_drafts)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

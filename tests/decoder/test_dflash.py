@@ -28,6 +28,7 @@ from equivtest.errors import InvalidSetting, UnsupportedModel
 from equivtest.kernels.contract import BlockDrafts, SpecAccept
 from equivtest.kernels.markov import markov_drafts
 from equivtest.kernels.registry import get_backend
+from equivtest.kernels.torch_layers import TorchLayers
 from equivtest.records import Request, SamplingParams
 from tests.decoder.dflash_drafters import dflash_checkpoint, dflash_config, dflash_drafter, dflash_network, features_of
 from tests.decoder.incapable_backend import IncapableBackend
@@ -141,7 +142,7 @@ def test_a_markov_head_behind_the_wrong_token_is_found(monkeypatch: pytest.Monke
         places = [markov_drafts(logits[:, k : k + 1], *rest) for k in range(logits.shape[1])]
         return BlockDrafts(torch.cat([place.token_ids for place in places], dim=1), None, None)
 
-    monkeypatch.setattr("equivtest.kernels.torch_layers.markov_drafts", behind_nothing)
+    monkeypatch.setattr(TorchLayers, "markov_drafts", staticmethod(behind_nothing))
     proposals = proposals_of(drafter, target)
     network = dflash_network(dflash_config(target.config, markov_head=True))
     assert wrong(proposals, target, network) > len(proposals) / 4

@@ -98,18 +98,13 @@ class DFlashDrafter(StatelessDrafter):
         # As wide at every step, so that one graph serves them all; the propose stage cuts what no row may be offered.
         proposed = self.network.propose(step.last_token_ids[rows], batch, step.kv, self._width, law, streams)
         step.kv.truncate(sequences, step.lengths[rows] - 1)
-        token_ids = proposed.token_ids
         if len(rows) < step.batch:
-            token_ids = token_ids.new_zeros(step.batch, self._width).index_copy_(0, on_device, token_ids)
+            proposed = proposed.spread(on_device, step.batch)
         probs = None
         if proposed.probs is not None:
             like = step.scratch.target_probs
-            shape = (len(rows), self._width, like.shape[-1])
-            dense = proposed.dense(torch.zeros(shape, dtype=like.dtype, device=like.device))
-            probs = dense
-            if len(rows) < step.batch:
-                probs = dense.new_zeros(step.batch, *shape[1:]).index_copy_(0, on_device, dense)
-        return Drafts(token_ids, num_draft.astype(np.int32), probs)
+            probs = proposed.dense(like.new_zeros(step.batch, self._width, like.shape[-1]))
+        return Drafts(proposed.token_ids, num_draft.astype(np.int32), probs)
 
 
 class BlockNetwork:
