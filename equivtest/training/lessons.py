@@ -84,8 +84,8 @@ class Lessons:
     def _bytes(self, *, compact: bool) -> int:
         width = min(NUM_LABELS, self._target.config.vocab_size)
         itemsize = self._target.model.dtype.itemsize
-        features = self._target.feature_size + 4 * self._target.num_layers if compact else 0
-        features = features or self._target.feature_size * itemsize
+        size = self._target.feature_size
+        features = size + 4 * self._target.num_layers if compact else size * itemsize
         return self._texts.token_ids.numel() * (features + width * (4 + itemsize))
 
     def _keep(self, watcher: Watcher, *, compact: bool) -> None:

@@ -242,8 +242,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _plain_engine(options: EngineOptions, checkpoint: Checkpoint, watcher: Watcher) -> DecoderEngine:
-    plain = replace(options, drafter="ngram", draft_len=1, draft_model=None)
-    return DecoderEngine.open(plain, load=lambda: checkpoint, on_message=watcher.message)

@@ -305,5 +305,6 @@ FAULTS = (
     Planted("q divided in place (23)", ChainSampler(residual=_changes_q), "contract", "change draft_probs in place"),
 )  # fmt: skip
 ENDLESS = ChainSampler(after=_nothing_to_recover)
+"""Right but where the residual is empty."""
 ALONE = ChainSampler(coins=_only_alone)
 """Right but in batches of one row."""
