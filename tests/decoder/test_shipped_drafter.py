@@ -112,8 +112,6 @@ def test_a_path_that_is_called_like_the_model_is_another(tmp_path: Path, monkeyp
 
 
 def test_what_goes_with_another_drafter_is_refused_once_auto_has_chosen() -> None:
-    with pytest.raises(InvalidSetting, match="goes with the early_exit or sampled_exit drafter, not with dflash"):
-        DecoderEngine.open(EngineOptions(early_exit_layers=3))
     with pytest.raises(InvalidSetting, match="goes with the model or dflash drafter, not with early_exit"):
         DecoderEngine.open(EngineOptions(model="tiny", draft_model=NAME))
 
