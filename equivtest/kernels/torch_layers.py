@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from equivtest.kernels.contract import BlockDrafts, RowParams, Streams
 from equivtest.kernels.linear import Linear
-from equivtest.kernels.markov import markov_drafts
+from equivtest.kernels.markov import markov_drafts, markov_law
 
 
 class NormedLinear(NamedTuple):
@@ -85,6 +85,18 @@ class TorchLayers:
         streams: Streams | None = None,
     ) -> BlockDrafts:
         return markov_drafts(logits, gates, successors, head, law, streams)
+
+    def markov_law(
+        self,
+        logits: Tensor,
+        gates: Tensor,
+        successors: Tensor,
+        head: Tensor,
+        law: RowParams,
+        previous: Tensor,
+        opens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return markov_law(logits, gates, successors, head, law, previous, opens)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
