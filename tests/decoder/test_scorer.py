@@ -183,7 +183,10 @@ def declared_by_blocks(
     params: SamplingParams, *, anchor_first: bool = False
 ) -> tuple[Executor, FinishedSamples, np.ndarray]:
     """Samples of a drafter that draws blocks, and the laws that it handed on while decoding: float32
-    [num_samples, num_positions, vocab_size], the law of the round that put the token out."""
+    [num_samples, num_positions, vocab_size], the law of the round that put the token out.
+
+    Acceptance is inflated, which changes no q: a random drafter would hardly get past its first slot.
+    """
     backend = get_backend("cpp")
     target = tiny_model(backend=backend)
     drafter = dflash_drafter(target, markov_head=True, anchor_first=anchor_first)
@@ -192,17 +195,21 @@ def declared_by_blocks(
     requests = requests_for(prompts, params, max_tokens=14)
     declared = np.zeros((len(requests), 14 + 4, target.config.vocab_size), np.float32)
 
+    generous = get_fault("inflated_acceptance", epsilon=0.7)
+
     def listening(stages: Stages) -> Stages:
         def propose(step: StepInput) -> Drafts:
             drafts = stages.propose(step)
-            assert drafts.probs is not None
+            if drafts.probs is None:
+                assert not drafts.num_draft.any()
+                return drafts
             start = step.lengths - len(PROMPT)
             for row, slot in zip(*np.nonzero(np.arange(4) < drafts.num_draft[:, None]), strict=True):
                 # A draft behind a rejected one is written over by the next round.
                 declared[step.requests[row], start[row] + slot] = drafts.probs[row, slot].numpy()
             return drafts
 
-        return dataclasses.replace(stages, propose=propose)
+        return generous(dataclasses.replace(stages, propose=propose))
 
     generations = executor.generate(requests, speculative=True, fault=listening)
     return executor, finished(requests, generations), declared[:, :14]
@@ -250,7 +257,7 @@ def test_the_law_of_another_slot_or_without_the_markov_head_is_another(wrong: st
     else:
         markov = executor.drafter.network._markov
         assert markov is not None
-        markov.successors.zero_()
+        executor.drafter.network._markov = markov._replace(successors=torch.zeros_like(markov.successors))
         later = np.ones((samples.draft_token_ids >= 0).sum(), bool)
     assert np.median(parted(scored_q(executor, samples), samples, declared)[later]) > 1e-3
 
