@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +18,15 @@ import torch
 from torch import Tensor
 
 from equivtest.decoder.cut_tolerance import within_tolerance
-from equivtest.decoder.kv_cache import PagedKVCache
-from equivtest.decoder.law_columns import DraftColumns, law_columns, row_laws
+from equivtest.decoder.draft_laws import DraftLaws, PlacedLaws
+from equivtest.decoder.finished_samples import FinishedSamples
+from equivtest.decoder.law_columns import DraftColumns, RowLaws, law_columns, row_laws
 from equivtest.decoder.logit_processing import RowTexts, process_logits
 from equivtest.decoder.model import Model
-from equivtest.decoder.shared_prefixes import SharedPrefixes, lexicographic, prompt_batch
+from equivtest.decoder.shared_prefixes import SharedPrefixes, lexicographic
 from equivtest.decoder.sparse_law import Floats, SparseLaw
 from equivtest.decoder.stages import Int64Array
+from equivtest.decoder.teacher_forcing import TeacherForcing
 from equivtest.decoder.token_rules import TokenRules
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.checks import check_params_supported
@@ -36,41 +37,6 @@ from equivtest.rng import Purpose, uniforms
 _MAX_FORWARD_ROWS = 2048
 _MAX_LAW_ENTRIES = 1 << 23
 """Most entries of [rows, vocab_size] whose law is held at a time: bounds the memory, not the result."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FinishedSamples:
-    """Samples of one prompt under one law, to be scored."""
-
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    token_ids: Int64Array
-    """[num_samples, num_positions], what was put out; a stop token is repeated to the end."""
-    draft_token_ids: Int64Array
-    """[num_samples, num_positions], the draft offered at each token; -1 where none was."""
-    stream_keys: Int64Array
-    """[num_samples], the samples' own streams; their SCORE coins randomise the transforms."""
-
-    def __post_init__(self) -> None:
-        for name in ("token_ids", "draft_token_ids", "stream_keys"):
-            object.__setattr__(self, name, np.asarray(getattr(self, name), np.int64))
-        if not self.prompt_token_ids:
-            raise InvalidSetting("prompt_token_ids", (), "needs at least one token")
-        if self.token_ids.ndim != 2 or 0 in self.token_ids.shape:
-            raise InvalidSetting("token_ids", self.token_ids.shape, "must be [num_samples, num_positions], not empty")
-        if self.draft_token_ids.shape != self.token_ids.shape:
-            raise InvalidSetting("draft_token_ids", self.draft_token_ids.shape, f"must be {self.token_ids.shape}")
-        if self.stream_keys.shape != self.token_ids.shape[:1]:
-            raise InvalidSetting("stream_keys", self.stream_keys.shape, f"must be {self.token_ids.shape[:1]}")
-
-    def take(self, index: Int64Array) -> FinishedSamples:
-        """The samples of these indices, in their order."""
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids[index],
-            draft_token_ids=self.draft_token_ids[index],
-            stream_keys=self.stream_keys[index],
-        )
 
 
 class Reading(NamedTuple):
@@ -104,16 +70,15 @@ class Scorer:
         model: Model,
         backend: KernelBackend,
         *,
-        draft_model: Model | None = None,
+        drafts: DraftLaws | None = None,
         max_forward_rows: int = _MAX_FORWARD_ROWS,
         max_law_rows: int | None = None,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         """backend: computes the laws; it must be able to represent every request that is scored.
 
-        draft_model: the small model of a drafter that samples from it under the request's own parameters: q is its law,
-        with temperature and filters but without penalties, bias and min_tokens. None: drafts were greedy, and q is the
-        point mass at the draft. eos_token_ids: the model's end-of-text tokens.
+        drafts: knows the law q that drafts were drawn from. None: drafts were sure, and q is the point mass at the
+        draft. eos_token_ids: the model's end-of-text tokens.
         """
         if max_forward_rows < 1:
             raise InvalidSetting("max_forward_rows", max_forward_rows, "must be at least 1")
@@ -121,11 +86,13 @@ class Scorer:
         vocab_size = model.config.vocab_size
         self.max_forward_rows, self.eos_token_ids = max_forward_rows, tuple(eos_token_ids)
         self.max_law_rows = max_law_rows or max(1, _MAX_LAW_ENTRIES // vocab_size)
-        self._target = _TeacherForcing(model, max_forward_rows)
-        self._drafter = None if draft_model is None else _TeacherForcing(draft_model, max_forward_rows)
+        self._drafts = drafts
+        follower = None if drafts is None else drafts.follower
+        scratch_pages = 0 if drafts is None else drafts.scratch_pages(max_forward_rows)
+        self._target = TeacherForcing(model, max_forward_rows, follower=follower, scratch_pages=scratch_pages)
         dtype, device = backend.capabilities.probs_dtype, model.device
         self._probs = torch.empty(self.max_law_rows, vocab_size, dtype=dtype, device=device)
-        self._draft_probs = None if draft_model is None else torch.empty_like(self._probs)
+        self._draft_probs = None if drafts is None else torch.empty_like(self._probs)
 
     def score(self, samples: FinishedSamples, *, on_tokens: Callable[[int], None] | None = None) -> LawColumns:
         """The law columns of the samples, [num_samples, num_positions] each. `on_tokens` hears of every batch's tokens.
@@ -182,7 +149,9 @@ class Scorer:
         shape = samples.token_ids.shape
         prefixes = SharedPrefixes.of(samples.token_ids, lengths)
         hidden = self._target.hidden(samples, prefixes)
-        draft_hidden = None if self._drafter is None else self._drafter.hidden(samples, prefixes)
+        placed = None
+        if self._drafts is not None:
+            placed = self._drafts.of(samples, prefixes, self._target.kv, self.max_forward_rows)
         nodes = [_shifted(prefixes.node, law.reading.row).ravel() for law, _ in laws]
         before = [_texts(samples, prefixes, law.reading.history_lag) for law, _ in laws]
         token_ids, draft_ids = samples.token_ids.ravel(), samples.draft_token_ids.ravel()
@@ -205,7 +174,6 @@ class Scorer:
                     continue  # every token is read from another row
                 part = self._law_columns(
                     raw,
-                    None if draft_hidden is None else draft_hidden[start:stop],
                     before[index].part(start, stop),
                     nodes[index][rows] - start,
                     token_ids[rows],
@@ -213,6 +181,7 @@ class Scorer:
                     law,
                     rules,
                     (coins[0][rows], coins[1][rows]),
+                    None if placed is None else (placed, placed.place[rows]),
                 )
                 put(index, rows, part)
         ended = np.flatnonzero(prefixes.node.ravel() < 0)
@@ -231,7 +200,6 @@ class Scorer:
     def _law_columns(
         self,
         raw: Tensor,  # [num_nodes, vocab_size], the model's logits
-        draft_hidden: Tensor | None,  # [num_nodes, the draft model's hidden_size]
         before: RowTexts,  # [num_nodes]
         node: Int64Array,  # [n], the row of `raw` that predicts each token
         token_ids: Int64Array,  # [n]
@@ -239,19 +207,17 @@ class Scorer:
         law: Law,
         rules: TokenRules,
         coins: tuple[Floats, Floats],  # [n] each
+        drawn: tuple[PlacedLaws, Int64Array] | None,  # [n], the place of each draft
     ) -> dict[str, np.ndarray]:
         params = law.params
         logits = process_logits(raw, rules, before)
         probs = self._law(logits, params, self._probs) if law.reading.softmax else _as_probs(logits)
         laws = row_laws(probs).take(node)
         p_draft = laws.at(draft_ids)
-        if draft_hidden is None or self._drafter is None or self._draft_probs is None:
+        if drawn is None:
             drafts = DraftColumns.of_sure_drafts(p_draft, token_ids, draft_ids)
         else:
-            q = self._law(self._drafter.model.logits(draft_hidden), params, self._draft_probs)
-            has_draft = draft_ids >= 0
-            q_token = np.where(has_draft, row_laws(q).take(node).at(token_ids), 0.0)
-            drafts = DraftColumns(q_token, *laws.moments(q, np.where(has_draft, node, -1)))
+            drafts = self._draft_columns(laws, token_ids, params, *drawn)
         columns = law_columns(laws, token_ids, draft_ids, p_draft, drafts, coins)
         off = np.flatnonzero(columns["support_violation"])
         if len(off):
@@ -261,6 +227,23 @@ class Scorer:
             )
             columns["support_violation"][off] = ~tolerated
         return columns
+
+    def _draft_columns(
+        self, laws: RowLaws, token_ids: Int64Array, params: SamplingParams, placed: PlacedLaws, place: Int64Array
+    ) -> DraftColumns:
+        """0 where there is no draft."""
+        assert self._draft_probs is not None
+        q_token, q_mean, q_variance = np.zeros((3, len(place)))
+        drafted = np.flatnonzero(place >= 0)
+        distinct, row = np.unique(place[drafted], return_inverse=True)
+        for start in range(0, len(distinct), self.max_law_rows):
+            part = distinct[start : start + self.max_law_rows]
+            q = placed.law(part, params, self._draft_probs[: len(part)])
+            inside = (row >= start) & (row < start + len(part))
+            here, q_rows = drafted[inside], row[inside] - start
+            q_token[here] = row_laws(q).take(q_rows).at(token_ids[here])
+            q_mean[here], q_variance[here] = laws.take(here).moments(q, q_rows)
+        return DraftColumns(q_token, q_mean, q_variance)
 
     def _law(self, logits: Tensor, params: SamplingParams, out: Tensor) -> Tensor:
         one = RowParams.of([params], logits.device)
@@ -305,40 +288,3 @@ def _texts(samples: FinishedSamples, prefixes: SharedPrefixes, history_lag: int)
         prompt_lengths=prompt_lengths,
         lengths=prompt_lengths + np.maximum(positions - history_lag, 0),
     )
-
-
-class _TeacherForcing:
-    """One model with a cache in which a batch of samples fits."""
-
-    def __init__(self, model: Model, max_rows: int) -> None:
-        self.model, self._max_rows = model, max_rows
-        self._kv: PagedKVCache | None = None
-
-    def hidden(self, samples: FinishedSamples, prefixes: SharedPrefixes) -> Tensor:
-        """Hidden states [num_nodes, hidden_size] that predict each token; the prompt and every prefix are fed once."""
-        prompt, num_positions = samples.prompt_token_ids, samples.token_ids.shape[1]
-        length = len(prompt) + num_positions - 1
-        limit = self.model.config.max_position
-        if length > limit:
-            raise InvalidSetting("prompt and samples", length, f"must be at most {limit} tokens, the model's context")
-        kv = self._cache(len(prompt) - 1 + prefixes.num_nodes)
-        for start in range(0, len(prompt) - 1, self._max_rows):
-            stop = min(start + self._max_rows, len(prompt) - 1)
-            piece = torch.tensor(prompt[start:stop], device=self.model.device)
-            self.model.forward(piece, prompt_batch(start, stop), kv)
-        fed = torch.from_numpy(prefixes.fed(samples.token_ids, prompt[-1])).to(self.model.device)
-        return self.model.forward(fed, prefixes.batch(len(prompt) - 1), kv)
-
-    def _cache(self, num_pages: int) -> PagedKVCache:
-        """Pages of one token, the last cache reused when it is large enough. Which page holds what is said by the
-        batches (`shared_prefixes`); the cache keeps no books here."""
-        if self._kv is None or self._kv.num_free_pages < num_pages:
-            self._kv = PagedKVCache(
-                self.model.config,
-                num_pages=num_pages,
-                max_sequences=1,
-                page_size=1,
-                dtype=self.model.dtype,
-                device=self.model.device,
-            )
-        return self._kv

@@ -66,6 +66,21 @@ class SharedPrefixes:
             positions=np.nonzero(self.is_new)[1] + prompt_pages,
         )
 
+    def blocks(self, prompt_pages: int, samples: Int64Array, positions: Int64Array, size: int) -> RaggedBatch:
+        """The forward that feeds a block of `size` rows to each of samples [n] in place of its text from positions [n]
+        on, in the cache of `batch`. Blocks take the pages behind the last node's."""
+        num, columns = len(samples), np.arange(size)
+        lengths = prompt_pages + positions
+        at = lengths[:, None] + columns
+        pages = prompt_pages + self.num_nodes + np.arange(num * size).reshape(num, size)
+        prompt = np.broadcast_to(np.arange(prompt_pages), (num, prompt_pages))
+        text = np.maximum(self.node[samples], 0) + prompt_pages
+        table = np.concatenate([prompt, text, np.zeros_like(pages)], axis=1)
+        np.put_along_axis(table, at, pages, axis=1)
+        return _ragged(
+            table=table, lengths=lengths + size, num_new=np.full(num, size), slots=pages.ravel(), positions=at.ravel()
+        )
+
 
 def prompt_batch(start: int, stop: int) -> RaggedBatch:
     """The forward that feeds tokens start:stop of a prompt, token t on page t."""

@@ -11,7 +11,8 @@ from equivtest.errors import InvalidSetting
 from equivtest.records import Generation, LawColumns, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from equivtest.decoder.scorer import FinishedSamples, Law
+    from equivtest.decoder.finished_samples import FinishedSamples
+    from equivtest.decoder.scorer import Law
 
 Messages = Sequence[Mapping[str, str]]
 """A conversation: each message has a role and a content."""

@@ -10,8 +10,8 @@ import torch
 
 import equivtest
 from equivtest.decoder.acceptance import acceptance_rule
-from equivtest.decoder.drafters.dflash import DFlashCheckpoint, DFlashDrafter
-from equivtest.decoder.drafters.draft_model import ModelDrafter
+from equivtest.decoder.draft_laws import draft_laws
+from equivtest.decoder.drafters.dflash import DFlashCheckpoint
 from equivtest.decoder.drafters.registry import DrafterContext, check_drafter, make_drafter
 from equivtest.decoder.executor import Executor
 from equivtest.decoder.hub import resolve_model, shipped_block_drafter
@@ -190,17 +190,14 @@ class DecoderEngine:
     def scorer(self) -> Scorer:
         """Scores what this engine generated, with the same model and kernels; made at the first call and kept.
 
-        Drafts of a small model were drawn from its law, those of every other drafter are sure. Raises InvalidSetting
-        for a block drafter that draws: its law is not known here, and scored as sure a right decoder would look wrong.
+        Where the drafter draws, its drafts are held against its own law; elsewhere they are sure.
         """
         if self._scorer is None:
             model, drafter = self._executor.model, self._executor.drafter
-            if isinstance(drafter, DFlashDrafter) and drafter.network.draws:
-                raise InvalidSetting("drafts", "drawn", "the law of drawn block drafts cannot be scored: use likeliest")
             self._scorer = Scorer(
                 model,
                 self._executor.plain_backend,
-                draft_model=drafter.model if isinstance(drafter, ModelDrafter) else None,
+                drafts=draft_laws(drafter, self._executor.plain_backend),
                 eos_token_ids=self._executor.eos_token_ids,
                 **SCORER_ROWS[model.device.type],
             )

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from equivtest.decoder.draft_laws import ModelLaws
+from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.decoder.model import Model
-from equivtest.decoder.scorer import FinishedSamples, Law, Scorer
+from equivtest.decoder.scorer import Law, Scorer
 from equivtest.decoder.weights import Checkpoint
 from equivtest.engines.decoder import SCORER_ROWS
 from equivtest.kernels.registry import get_backend, resolve_auto
@@ -32,7 +34,7 @@ def reference_scorer(
     return Scorer(
         model,
         backend,
-        draft_model=None if draft_model is None else draft_model(model),
+        drafts=None if draft_model is None else ModelLaws(draft_model(model), backend),
         eos_token_ids=checkpoint.tokenizer.eos_token_ids,
         **SCORER_ROWS[device],
     )

@@ -41,8 +41,7 @@ def markov_drafts(
     for place in range(logits.shape[1]):
         tokens, ranked = candidates[:, place], scores[:, place]
         if drafts:
-            states = gates[:, place].float() * successors[drafts[-1]].float()
-            ranked = ranked + torch.einsum("bch,bh->bc", head[tokens].float(), states)
+            ranked = ranked + _behind(drafts[-1], tokens, gates[:, place], successors, head)
         if law is None or streams is None:
             drafts.append(tokens.gather(1, ranked.argmax(dim=-1, keepdim=True))[:, 0])
         else:
@@ -50,6 +49,27 @@ def markov_drafts(
             drafts.append(_drawn(tokens, laws[-1], Streams(streams.keys, streams.positions + place)))
     token_ids = torch.stack(drafts, dim=1)
     return BlockDrafts(token_ids, candidates, torch.stack(laws, dim=1)) if laws else BlockDrafts(token_ids, None, None)
+
+
+def markov_law(
+    logits: Tensor,
+    gates: Tensor,
+    successors: Tensor,
+    head: Tensor,
+    law: RowParams,
+    previous: Tensor,
+    opens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `equivtest.kernels.contract.LayerOps.markov_law`."""
+    scores, candidates = stripe_maxima(logits)
+    behind = _behind(previous, candidates, gates, successors, head)
+    return candidates, candidate_law(torch.where(opens[:, None], scores, scores + behind), law)
+
+
+def _behind(previous: Tensor, tokens: Tensor, gates: Tensor, successors: Tensor, head: Tensor) -> Tensor:
+    """What the tokens before (int64 [B]) add to the scores of candidates [B, C]: float32 [B, C]."""
+    states = gates.float() * successors[previous].float()
+    return torch.einsum("bch,bh->bc", head[tokens].float(), states)
 
 
 def candidate_law(scores: Tensor, law: RowParams) -> Tensor:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from equivtest.decoder.scorer import FinishedSamples, Law, Reading
+from equivtest.decoder.finished_samples import FinishedSamples
+from equivtest.decoder.scorer import Law, Reading
 from equivtest.engines.base import Engine
 from equivtest.errors import InsufficientSamples
 from equivtest.protocol.configs import CONFIGS
@@ -165,6 +166,7 @@ def _read(
             params=CONFIGS[config],
             token_ids=grid["token_id"],
             draft_token_ids=grid["draft_token_id"],
+            slots=grid["slot"],
             stream_keys=np.array([protocol.stream_key(arm, config, prompt_id, seed) for seed in range(num_seeds)]),
         ),
         slot=grid["slot"].astype(np.int64),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from equivtest.decoder.scorer import FinishedSamples
+from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.engines.base import Engine
 from equivtest.errors import InvalidSetting
 from equivtest.pipeline.manifest import Manifest
@@ -56,14 +56,15 @@ def score(
 def _finished_samples(
     run_dir: Path, protocol: Protocol, key: ShardKey, prompt_token_ids: tuple[int, ...]
 ) -> FinishedSamples:
-    table = read_keyed_table(shard_path(run_dir, key), key, ["token_id", "draft_token_id"])
+    table = read_keyed_table(shard_path(run_dir, key), key, ["token_id", "draft_token_id", "slot"])
     shape = (key.num_seeds, protocol.num_positions)
-    token_ids, draft_token_ids = (column.fill_null(-1).to_numpy().reshape(shape) for column in table.columns)
+    token_ids, draft_token_ids, slots = (column.fill_null(-1).to_numpy().reshape(shape) for column in table.columns)
     seeds = range(key.seed_start, key.seed_stop)
     return FinishedSamples(
         prompt_token_ids=prompt_token_ids,
         params=CONFIGS[key.config],
         token_ids=token_ids,
         draft_token_ids=draft_token_ids,
+        slots=slots,
         stream_keys=np.array([protocol.stream_key(key.arm, key.config, key.prompt_id, seed) for seed in seeds]),
     )

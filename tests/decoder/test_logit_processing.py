@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.decoder.logit_processing import RowTexts, process_logits
 from equivtest.decoder.request_table import RequestTable
-from equivtest.decoder.scorer import FinishedSamples, Scorer
+from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.stages import Drafts, Scored, StepInput
 from equivtest.decoder.standard_stages import ProcessLogits
 from equivtest.decoder.token_rules import TokenRules

@@ -15,10 +15,10 @@ from equivtest.bench.tiny_model import SHAPES, make
 from equivtest.bench.tiny_prompts import prompts
 from equivtest.bench.tiny_text import Chat, ended
 from equivtest.bench.tiny_training import Shape
+from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.decoder.hub import resolve_model
 from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
-from equivtest.decoder.scorer import FinishedSamples
 from equivtest.decoder.weights import load_checkpoint
 from equivtest.engines.base import EngineOptions
 from equivtest.engines.decoder import DecoderEngine

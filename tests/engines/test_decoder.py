@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from equivtest.decoder.scorer import FinishedSamples
+from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.decoder.weights import Checkpoint
 from equivtest.engines.base import Engine, EngineOptions
 from equivtest.engines.decoder import DecoderEngine, require_attention, require_same_vocabulary

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from equivtest.decoder.draft_laws import draft_laws
 from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.stages import Drafts, StepInput
 from equivtest.errors import InvalidSetting
@@ -123,9 +124,7 @@ def judged(drafter: str, fault: Any) -> tuple[LawResult, MarginalResult]:
     plain = requests_for([p for p in prompts for _ in range(64)], CONFIGS["topp95"], max_tokens=16, run="plain")
     on = executor.generate(requests, speculative=True, fault=fault)
     off = executor.generate(plain, speculative=False)
-    scorer = Scorer(
-        executor.model, backend, draft_model=tiny_model(backend=backend, layers=2) if drafter == "model" else None
-    )
+    scorer = Scorer(executor.model, backend, drafts=draft_laws(executor.drafter, backend))
     laws = [scorer.score(finished(requests[i : i + 64], on[i : i + 64])) for i in range(0, 512, 64)]
     law = LawColumns(
         **{f.name: np.concatenate([getattr(x, f.name) for x in laws]) for f in dataclasses.fields(LawColumns)}

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from equivtest.decoder.dense_law import DenseLaw
+from equivtest.decoder.draft_laws import ModelLaws
+from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.decoder.law_columns import row_laws
 from equivtest.decoder.model import Model
-from equivtest.decoder.scorer import FinishedSamples, Scorer
+from equivtest.decoder.scorer import Scorer
 from equivtest.decoder.sparse_law import SparseLaw
 from equivtest.errors import KernelUnavailable
 from equivtest.kernels.registry import get_backend
@@ -47,7 +49,9 @@ def scored(samples: FinishedSamples, kernels: str, device: str) -> LawColumns:
     forward = get_backend("cuda") if kernels == "flashinfer" else backend
     model, draft = (Model(config, weights, forward, device=device) for _ in range(2))
     # Few rows at a time, so that several batches and several chunks of laws are needed.
-    return Scorer(model, backend, draft_model=draft, max_forward_rows=120, max_law_rows=50).score(samples)
+    return Scorer(model, backend, drafts=ModelLaws(draft, backend), max_forward_rows=120, max_law_rows=50).score(
+        samples
+    )
 
 
 def test_laws_on_a_gpu_are_dense_and_say_what_sparse_ones_say() -> None:

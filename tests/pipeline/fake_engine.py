@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from equivtest.decoder.scorer import RIGHT, FinishedSamples, Law, Reading
+from equivtest.decoder.finished_samples import FinishedSamples
+from equivtest.decoder.scorer import RIGHT, Law, Reading
 from equivtest.engines.base import Capabilities
 from equivtest.records import SPEC, Generation, LawColumns, Origin, Request, Route, SamplingParams
 from equivtest.rng import Purpose, uniforms

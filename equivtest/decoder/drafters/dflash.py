@@ -201,6 +201,30 @@ class BlockNetwork:
         states = self._graphs.replay((width,), shape, fed, [rows], kv, captured)[: num_blocks * width]
         return self._fill(states, on_host.to(self.device, non_blocking=True), law, streams)
 
+    @torch.inference_mode()
+    def place_states(self, anchors: Int64Array, batch: RaggedBatch, kv: PagedKVCache, width: int) -> Tensor:
+        """Normed hidden states of the first `width` places of each block, [B, width, hidden_size]. See `propose`."""
+        on_device = each_row_by_itself(batch).on(self.device)
+        plan = self.backend.plan_attention(on_device.attention, self.attention_shape(kv))
+        fed = self.block_token_ids(torch.from_numpy(anchors)).view(-1).to(self.device)
+        states = self._states(fed, on_device.slots, on_device.positions, plan, kv, width)
+        return states.view(len(anchors), width, -1)
+
+    @torch.inference_mode()
+    def place_laws(self, states: Tensor, previous: Tensor, opens: Tensor, law: RowParams, out: Tensor) -> Tensor:
+        """The law that drafts are drawn from, over the vocabulary, written to `out` [N, vocab_size] and returned.
+
+        states: [N, hidden_size] of `place_states`. previous: int64 [N], the token before each place. opens: bool [N],
+        whether it is the first of its block. law: of N rows.
+        """
+        assert self._markov is not None
+        ops, successors = self.backend.layers, self._markov.successors
+        gates = ops.head(states, self._markov.gate).sigmoid_()
+        fed = torch.where(opens[:, None], states + gates.to(states.dtype) * successors[previous], states)
+        logits = self._target.logits(fed)
+        candidates, probs = ops.markov_law(logits, gates, successors, self._target.head_weight, law, previous, opens)
+        return out.zero_().scatter_add_(1, candidates, probs.to(out.dtype))
+
     def block_token_ids(self, newest: Tensor) -> Tensor:
         masks = torch.full_like(newest, self.block.mask_token_id)[:, None]
         return torch.cat([newest[:, None], masks.expand(-1, self.block.block_size - 1)], dim=1)
