@@ -2,11 +2,12 @@
 
 A small model's law of a draft depends on the text before it. A block's depends on where its round began too: on the
 text before its anchor, the tokens committed since, and the slot. Every draft that was judged stands behind drafts that
-were kept, so all of it can be read from the samples.
+were kept, so all of it can be read from the samples; how long the block was and where it was cut does not matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -25,21 +26,16 @@ from equivtest.decoder.stages import Int64Array
 from equivtest.decoder.teacher_forcing import TeacherForcing
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.contract import KernelBackend, RowParams
-from equivtest.records import SamplingParams
 
 
-class PlacedLaws(Protocol):
+class PlacedLaws(NamedTuple):
     """The laws of a batch's drafts. Drafts of one place have one law."""
 
-    @property
-    def place(self) -> Int64Array:
-        """[num_samples * num_positions], the place of each token's draft; -1 where none was offered."""
-        ...
-
-    def law(self, places: Int64Array, params: SamplingParams, out: Tensor) -> Tensor:
-        """q of these places ([n]) under the request's temperature and filters, without penalties, bias and min_tokens.
-        It is written to `out` [n, vocab_size] and returned."""
-        ...
+    place: Int64Array
+    """[num_samples, num_positions], the place of each token's draft; -1 where none was offered."""
+    law: Callable[[Tensor, RowParams, Tensor], Tensor]
+    """(places, params, out): q of these places (int64 [n], on the device) under the temperature and the filters of n
+    rows, written to `out` [n, vocab_size] and returned. Penalties, bias and min_tokens are the target's alone."""
 
 
 class DraftLaws(Protocol):
@@ -87,19 +83,11 @@ class ModelLaws:
         if self._forced is None:
             self._forced = TeacherForcing(self._model, max_rows)
         hidden = self._forced.hidden(samples, prefixes)
-        place = np.where(samples.draft_token_ids >= 0, prefixes.node, -1).ravel()
-        return _ModelPlaces(place, hidden, self._model, self._backend)
 
+        def law(places: Tensor, params: RowParams, out: Tensor) -> Tensor:
+            return self._backend.verify_probs(self._model.logits(hidden[places]), params, out=out)
 
-class _ModelPlaces(NamedTuple):
-    place: Int64Array
-    hidden: Tensor
-    model: Model
-    backend: KernelBackend
-
-    def law(self, places: Int64Array, params: SamplingParams, out: Tensor) -> Tensor:
-        logits = self.model.logits(self.hidden[torch.from_numpy(places).to(self.hidden.device)])
-        return self.backend.verify_probs(logits, _rows(params, logits), out=out)
+        return PlacedLaws(np.where(samples.draft_token_ids >= 0, prefixes.node, -1), law)
 
 
 class BlockLaws:
@@ -112,38 +100,40 @@ class BlockLaws:
         return self._num_blocks(max_rows) * self._network.block_size
 
     def of(self, samples: FinishedSamples, prefixes: SharedPrefixes, kv: PagedKVCache, max_rows: int) -> PlacedLaws:
+        network = self._network
         drafted = (samples.draft_token_ids >= 0) & (prefixes.node >= 0)
         sample, position = np.nonzero(drafted)
         slot = self._slots(samples, sample, position)
         width = int(slot.max(initial=0)) + 1
-        node = prefixes.node[sample, position]
-        _, first, back = np.unique(node * width + slot, return_index=True, return_inverse=True)
-        place = np.full(samples.token_ids.shape, -1)
+        # A place for all drafts of one prefix and slot, and a block for all places whose rounds began behind one text.
+        keys, first, back = np.unique(prefixes.node[drafted] * width + slot, return_index=True, return_inverse=True)
+        place = np.full(drafted.shape, -1)
         place[drafted] = back
-        sample, position, slot, node = (column[first] for column in (sample, position, slot, node))
-        start_of = position - slot
-        anchors, opens, block = np.unique(prefixes.node[sample, start_of], return_index=True, return_inverse=True)
-        prompt, size, network = samples.prompt_token_ids, self._network.block_size, self._network
-        fed = prefixes.fed(samples.token_ids, prompt[-1])
-        step = self._num_blocks(max_rows)
-        parts = []
-        for start in range(0, len(anchors), step):
-            own = opens[start : start + step]
-            batch = prefixes.blocks(len(prompt) - 1, sample[own], start_of[own], size)
-            parts.append((start, network.place_states(fed[anchors[start : start + step]], batch, kv, width)))
-        states = torch.empty(len(slot), network.block.hidden_size, dtype=kv.pages.dtype, device=network.device)
-        for start, part in parts:
-            inside = np.flatnonzero((block >= start) & (block < start + len(part)))
-            which = torch.from_numpy((block[inside] - start) * width + slot[inside]).to(network.device)
-            states[torch.from_numpy(inside).to(network.device)] = part.flatten(0, 1)[which]
-        return _BlockPlaces(place.ravel(), states, fed[node], slot == 0, network)
+        node, slot = np.divmod(keys, width)
+        sample, start = sample[first], position[first] - slot
+        anchors, of_block, block = np.unique(prefixes.node[sample, start], return_index=True, return_inverse=True)
+        sample, start = sample[of_block], start[of_block]
+        fed = prefixes.fed(samples.token_ids, samples.prompt_token_ids[-1])
+        shape, step = (len(anchors), width, network.block.hidden_size), self._num_blocks(max_rows)
+        states = torch.empty(shape, dtype=kv.pages.dtype, device=network.device)
+        for part in (slice(begin, begin + step) for begin in range(0, len(anchors), step)):
+            batch = prefixes.blocks(len(samples.prompt_token_ids) - 1, sample[part], start[part], network.block_size)
+            states[part] = network.place_states(fed[anchors[part]], batch, kv, width)
+        states = states.flatten(0, 1)
+        rows, opens, previous = (
+            torch.from_numpy(column).to(network.device) for column in (block * width + slot, slot == 0, fed[node])
+        )
+
+        def law(places: Tensor, params: RowParams, out: Tensor) -> Tensor:
+            return network.place_laws(states[rows[places]], previous[places], opens[places], params, out)
+
+        return PlacedLaws(place, law)
 
     def _num_blocks(self, max_rows: int) -> int:
         return max(1, max_rows // self._network.block_size)
 
     def _slots(self, samples: FinishedSamples, sample: Int64Array, position: Int64Array) -> Int64Array:
-        if samples.slots is None:
-            raise InvalidSetting("slots", None, "must say at which slot of its round each token came out")
+        """[n] of these tokens, all of which were offered a draft."""
         slot: Int64Array = samples.slots[sample, position]
         wrong = np.flatnonzero((slot < 0) | (slot > position) | (slot >= self._network.num_drafts))
         if len(wrong):
@@ -151,22 +141,3 @@ class BlockLaws:
             limit = f"of a draft must be in 0..{self._network.num_drafts - 1} and its round within the text"
             raise InvalidSetting("slots", int(slot[wrong[0]]), f"{limit}, at {at} of the batch")
         return slot
-
-
-class _BlockPlaces(NamedTuple):
-    place: Int64Array
-    states: Tensor  # [num_places, hidden_size]
-    previous: Int64Array  # [num_places], the token before each
-    opens: np.ndarray  # bool [num_places], whether it is the first of its block
-    network: BlockNetwork
-
-    def law(self, places: Int64Array, params: SamplingParams, out: Tensor) -> Tensor:
-        device = self.states.device
-        previous, opens = (torch.from_numpy(array[places]).to(device) for array in (self.previous, self.opens))
-        states = self.states[torch.from_numpy(places).to(device)]
-        return self.network.place_laws(states, previous, opens, _rows(params, states), out)
-
-
-def _rows(params: SamplingParams, like: Tensor) -> RowParams:
-    one = RowParams.of([params], like.device)
-    return one.take(torch.zeros(len(like), dtype=torch.int64, device=like.device))

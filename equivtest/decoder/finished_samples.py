@@ -22,24 +22,22 @@ class FinishedSamples:
     """[num_samples, num_positions], what was put out; a stop token is repeated to the end."""
     draft_token_ids: Int64Array
     """[num_samples, num_positions], the draft offered at each token; -1 where none was."""
+    slots: Int64Array
+    """[num_samples, num_positions], the index in its round at which each token came out; -1 where that is not known or
+    there was no draft. The law of a block's drafts depends on it."""
     stream_keys: Int64Array
     """[num_samples], the samples' own streams; their SCORE coins randomise the transforms."""
-    slots: Int64Array | None = None
-    """[num_samples, num_positions], the index in its round at which each token came out; the law of a block's drafts
-    depends on it. None: not known."""
 
     def __post_init__(self) -> None:
-        names = ("token_ids", "draft_token_ids", "stream_keys", *(() if self.slots is None else ("slots",)))
-        for name in names:
+        for name in ("token_ids", "draft_token_ids", "slots", "stream_keys"):
             object.__setattr__(self, name, np.asarray(getattr(self, name), np.int64))
         if not self.prompt_token_ids:
             raise InvalidSetting("prompt_token_ids", (), "needs at least one token")
         if self.token_ids.ndim != 2 or 0 in self.token_ids.shape:
             raise InvalidSetting("token_ids", self.token_ids.shape, "must be [num_samples, num_positions], not empty")
-        if self.draft_token_ids.shape != self.token_ids.shape:
-            raise InvalidSetting("draft_token_ids", self.draft_token_ids.shape, f"must be {self.token_ids.shape}")
-        if self.slots is not None and self.slots.shape != self.token_ids.shape:
-            raise InvalidSetting("slots", self.slots.shape, f"must be {self.token_ids.shape}")
+        for name in ("draft_token_ids", "slots"):
+            if getattr(self, name).shape != self.token_ids.shape:
+                raise InvalidSetting(name, getattr(self, name).shape, f"must be {self.token_ids.shape}")
         if self.stream_keys.shape != self.token_ids.shape[:1]:
             raise InvalidSetting("stream_keys", self.stream_keys.shape, f"must be {self.token_ids.shape[:1]}")
 
@@ -49,6 +47,6 @@ class FinishedSamples:
             self,
             token_ids=self.token_ids[index],
             draft_token_ids=self.draft_token_ids[index],
+            slots=self.slots[index],
             stream_keys=self.stream_keys[index],
-            slots=None if self.slots is None else self.slots[index],
         )

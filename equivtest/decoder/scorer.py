@@ -181,7 +181,7 @@ class Scorer:
                     law,
                     rules,
                     (coins[0][rows], coins[1][rows]),
-                    None if placed is None else (placed, placed.place[rows]),
+                    None if placed is None else placed._replace(place=placed.place.ravel()[rows]),
                 )
                 put(index, rows, part)
         ended = np.flatnonzero(prefixes.node.ravel() < 0)
@@ -207,7 +207,7 @@ class Scorer:
         law: Law,
         rules: TokenRules,
         coins: tuple[Floats, Floats],  # [n] each
-        drawn: tuple[PlacedLaws, Int64Array] | None,  # [n], the place of each draft
+        drawn: PlacedLaws | None,  # of n drafts
     ) -> dict[str, np.ndarray]:
         params = law.params
         logits = process_logits(raw, rules, before)
@@ -217,7 +217,7 @@ class Scorer:
         if drawn is None:
             drafts = DraftColumns.of_sure_drafts(p_draft, token_ids, draft_ids)
         else:
-            drafts = self._draft_columns(laws, token_ids, params, *drawn)
+            drafts = self._draft_columns(laws, token_ids, params, drawn)
         columns = law_columns(laws, token_ids, draft_ids, p_draft, drafts, coins)
         off = np.flatnonzero(columns["support_violation"])
         if len(off):
@@ -229,16 +229,17 @@ class Scorer:
         return columns
 
     def _draft_columns(
-        self, laws: RowLaws, token_ids: Int64Array, params: SamplingParams, placed: PlacedLaws, place: Int64Array
+        self, laws: RowLaws, token_ids: Int64Array, params: SamplingParams, drawn: PlacedLaws
     ) -> DraftColumns:
         """0 where there is no draft."""
         assert self._draft_probs is not None
-        q_token, q_mean, q_variance = np.zeros((3, len(place)))
-        drafted = np.flatnonzero(place >= 0)
-        distinct, row = np.unique(place[drafted], return_inverse=True)
+        q_token, q_mean, q_variance = np.zeros((3, len(token_ids)))
+        drafted = np.flatnonzero(drawn.place >= 0)
+        distinct, row = np.unique(drawn.place[drafted], return_inverse=True)
         for start in range(0, len(distinct), self.max_law_rows):
             part = distinct[start : start + self.max_law_rows]
-            q = placed.law(part, params, self._draft_probs[: len(part)])
+            out = self._draft_probs[: len(part)]
+            q = drawn.law(torch.from_numpy(part).to(out.device), _rows(params, out), out)
             inside = (row >= start) & (row < start + len(part))
             here, q_rows = drafted[inside], row[inside] - start
             q_token[here] = row_laws(q).take(q_rows).at(token_ids[here])
@@ -246,9 +247,13 @@ class Scorer:
         return DraftColumns(q_token, q_mean, q_variance)
 
     def _law(self, logits: Tensor, params: SamplingParams, out: Tensor) -> Tensor:
-        one = RowParams.of([params], logits.device)
-        row_params = one.take(torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
-        return self.backend.verify_probs(logits, row_params, out=out[: len(logits)])
+        return self.backend.verify_probs(logits, _rows(params, logits), out=out[: len(logits)])
+
+
+def _rows(params: SamplingParams, like: Tensor) -> RowParams:
+    """The same parameters for every row of `like`."""
+    one = RowParams.of([params], like.device)
+    return one.take(torch.zeros(len(like), dtype=torch.int64, device=like.device))
 
 
 def _as_probs(logits: Tensor) -> Tensor:

@@ -48,8 +48,6 @@ class TeacherForcing:
     def _cache(self, num_pages: int) -> PagedKVCache:
         """Pages of one token, the last cache reused when it is large enough. Which page holds what is said by the
         batches (`shared_prefixes`); the cache keeps no books here."""
-        follower = self._follower
-        companion, lookahead = (None, 0) if follower is None else (follower.config, follower.lookahead)
         if self._kv is None or self._kv.num_free_pages < num_pages:
             self._kv = PagedKVCache(
                 self.model.config,
@@ -58,7 +56,6 @@ class TeacherForcing:
                 page_size=1,
                 dtype=self.model.dtype,
                 device=self.model.device,
-                companion=companion,
-                lookahead=lookahead,
+                companion=None if self._follower is None else self._follower.config,
             )
         return self._kv

@@ -420,17 +420,3 @@ class LayerOps(Protocol):
         alone, with the DRAFT coin of its position, by inverse distribution function in vocabulary order.
         """
         ...
-
-    def markov_law(
-        self,
-        logits: Tensor,  # [N, vocab_size]
-        gates: Tensor,  # [N, hidden_size]
-        successors: Tensor,  # [vocab_size, hidden_size]
-        head: Tensor,  # [vocab_size, hidden_size]
-        law: RowParams,  # [N]
-        previous: Tensor,  # int64 [N], the token before each place
-        opens: Tensor,  # bool [N], whether it is the first place of a block
-    ) -> tuple[Tensor, Tensor]:
-        """What `markov_drafts` draws from at places behind given tokens: candidates, int64 [N, C], one of which may
-        stand there twice, and their law, float32 [N, C]."""
-        ...

@@ -24,7 +24,7 @@ from equivtest.kernels.contract import (
     Streams,
 )
 from equivtest.kernels.cuda_library import load_library
-from equivtest.kernels.markov import STRIPES, markov_law
+from equivtest.kernels.markov import STRIPES
 
 MAX_FEW_ROWS = 8
 """Up to so many rows of bfloat16 a product of any size is our own."""
@@ -174,18 +174,6 @@ class CudaLayers:
             values, tokens, drafts, probs, batch, places, vocab_size, size,
         )  # fmt: skip
         return BlockDrafts(drafts, None if probs is None else tokens, probs)
-
-    def markov_law(
-        self,
-        logits: Tensor,
-        gates: Tensor,
-        successors: Tensor,
-        head: Tensor,
-        law: RowParams,
-        previous: Tensor,
-        opens: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return markov_law(logits, gates, successors, head, law, previous, opens)
 
     def _normed(self, hidden: WideResidual, eps: float, norm: Tensor | None = None) -> Tensor:
         """hidden / rms(hidden), times norm if there is one, in the model's dtype."""

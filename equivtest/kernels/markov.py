@@ -52,18 +52,18 @@ def markov_drafts(
 
 
 def markov_law(
-    logits: Tensor,
-    gates: Tensor,
-    successors: Tensor,
-    head: Tensor,
-    law: RowParams,
-    previous: Tensor,
-    opens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """See `equivtest.kernels.contract.LayerOps.markov_law`."""
+    logits: Tensor,  # [N, vocab_size]
+    gates: Tensor,  # [N, hidden_size]; 0 at the first place of a block, whose logits know the token before already
+    successors: Tensor,  # [vocab_size, hidden_size]
+    head: Tensor,  # [vocab_size, hidden_size]
+    law: RowParams,  # [N]
+    previous: Tensor,  # int64 [N], the token before each place
+    out: Tensor,  # [N, vocab_size]
+) -> Tensor:
+    """What `markov_drafts` draws from at places behind given tokens. Written to `out` and returned."""
     scores, candidates = stripe_maxima(logits)
-    behind = _behind(previous, candidates, gates, successors, head)
-    return candidates, candidate_law(torch.where(opens[:, None], scores, scores + behind), law)
+    probs = candidate_law(scores + _behind(previous, candidates, gates, successors, head), law)
+    return out.zero_().scatter_add_(1, candidates, probs.to(out.dtype))
 
 
 def _behind(previous: Tensor, tokens: Tensor, gates: Tensor, successors: Tensor, head: Tensor) -> Tensor:
@@ -81,9 +81,10 @@ def candidate_law(scores: Tensor, law: RowParams) -> Tensor:
     wide = scores.double()
     largest = wide.amax(dim=-1, keepdim=True)
     mass = ((wide - largest) / torch.where(temperature > 0, temperature, 1).double()).exp()
-    above = scores[:, None, :] > scores[:, :, None]  # [B, C, C], those that rank before
-    mass = torch.where((top_k == 0) | (above.sum(dim=-1) < top_k), mass, 0.0)
-    before = (above * mass[:, None, :]).sum(dim=-1)
+    ascending, order = (-scores).sort(dim=-1)
+    num_above = torch.searchsorted(ascending, -scores)  # equals count for none of them
+    mass = torch.where((top_k == 0) | (num_above < top_k), mass, 0.0)
+    before = functional.pad(mass.gather(1, order).cumsum(dim=-1), (1, 0)).gather(1, num_above)
     kept = (before < top_p.double() * mass.sum(dim=-1, keepdim=True)) & (mass >= min_p.double())
     mass = torch.where(kept, mass, 0.0)
     sure = functional.one_hot(scores.argmax(dim=-1), scores.shape[-1]).double()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from equivtest.kernels.linear import Linear
-from equivtest.kernels.markov import markov_drafts, markov_law
+from equivtest.kernels.markov import markov_drafts
 
 
 class NormedLinear(NamedTuple):
@@ -75,18 +75,6 @@ class TorchLayers:
         return rotated[:, :num_heads].contiguous()
 
     markov_drafts = staticmethod(markov_drafts)
-
-    def markov_law(
-        self,
-        logits: Tensor,
-        gates: Tensor,
-        successors: Tensor,
-        head: Tensor,
-        law: RowParams,
-        previous: Tensor,
-        opens: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return markov_law(logits, gates, successors, head, law, previous, opens)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -188,6 +188,7 @@ def test_a_token_outside_the_vocabulary_is_refused_before_any_work(params: Sampl
         executor.generate(requests_for([(1, 2)], params), speculative=True)
     samples = FinishedSamples(
         prompt_token_ids=(1, 2), params=params, token_ids=np.ones((1, 2)), draft_token_ids=-np.ones((1, 2)),
+        slots=-np.ones((1, 2)),
         stream_keys=np.zeros(1),
     )  # fmt: skip
     with pytest.raises(InvalidSetting, match=setting):

@@ -66,8 +66,8 @@ def finished(requests: list[Request], generations: list[Generation]) -> Finished
         params=requests[0].params,
         token_ids=np.stack([padded(g.token_ids, length, g.token_ids[-1]) for g in generations]),
         draft_token_ids=np.stack([padded(g.draft_token_ids, length, -1) for g in generations]),
-        stream_keys=np.array([r.stream_key for r in requests]),
         slots=np.stack([padded(g.slots, length, -1) for g in generations]),
+        stream_keys=np.array([r.stream_key for r in requests]),
     )
 
 
@@ -235,7 +235,6 @@ def test_the_law_of_drawn_blocks_is_the_one_they_were_handed_on_with(
 ) -> None:
     """Rounds of all lengths, in forwards of several rounds and of one; mean and variance of q over p, too."""
     executor, samples, declared = declared_by_blocks(params, anchor_first=anchor_first)
-    assert samples.slots is not None
     assert set(samples.slots[samples.draft_token_ids >= 0]) == set(range(4))
     for rows in ({}, {"max_forward_rows": 23, "max_law_rows": 3}):
         law = scored_q(executor, samples, **rows)
@@ -249,7 +248,6 @@ def test_the_law_of_drawn_blocks_is_the_one_they_were_handed_on_with(
 def test_the_law_of_another_slot_or_without_the_markov_head_is_another(wrong: str) -> None:
     """The twin of the test above."""
     executor, samples, declared = declared_by_blocks(UNFILTERED)
-    assert samples.slots is not None
     assert isinstance(executor.drafter, DFlashDrafter)
     if wrong == "slot":
         samples = dataclasses.replace(samples, slots=np.maximum(samples.slots - 1, 0))
@@ -264,8 +262,8 @@ def test_the_law_of_another_slot_or_without_the_markov_head_is_another(wrong: st
 
 def test_drawn_blocks_whose_slots_are_not_known_are_refused() -> None:
     executor, samples, _ = declared_by_blocks(UNFILTERED)
-    assert samples.slots is not None
-    for slots in (None, samples.slots + 4, np.arange(14) + 1 + 0 * samples.slots, samples.slots - 5):
+    unknown, past_the_start = np.full_like(samples.slots, -1), np.arange(14) + 1 + 0 * samples.slots
+    for slots in (unknown, past_the_start, samples.slots + 4, samples.slots - 5):
         with pytest.raises(InvalidSetting, match="slots"):
             scored_q(executor, dataclasses.replace(samples, slots=slots))
 
@@ -298,7 +296,8 @@ def test_after_a_stop_token_nothing_but_that_token_is_on_the_support() -> None:
     token_ids[3, 0] = 5
     samples = FinishedSamples(
         prompt_token_ids=PROMPT, params=STOPS, token_ids=token_ids,
-        draft_token_ids=np.where(rng.random((9, 12)) < 0.3, token_ids, -1), stream_keys=np.arange(9),
+        draft_token_ids=np.where(rng.random((9, 12)) < 0.3, token_ids, -1), slots=np.full((9, 12), -1),
+        stream_keys=np.arange(9),
     )  # fmt: skip
     law = Scorer(model, backend, eos_token_ids=(EOS,)).score(samples)
     assert_close(law, brute_force(model, samples))
@@ -313,7 +312,7 @@ def test_texts_that_ended_are_not_fed_to_their_last_position(monkeypatch: pytest
     model = tiny_model(backend=backend)
     samples = FinishedSamples(
         prompt_token_ids=PROMPT, params=STOPS, token_ids=np.array([[1, 2, 5, 5, 5], [1, 2, 5, 5, 5], [1, 5, 5, 5, 5]]),
-        draft_token_ids=np.full((3, 5), -1), stream_keys=np.arange(3),
+        draft_token_ids=np.full((3, 5), -1), slots=np.full((3, 5), -1), stream_keys=np.arange(3),
     )  # fmt: skip
     rows: list[int] = []
     forward = Model.forward
@@ -369,6 +368,7 @@ def test_prompts_of_any_length_share_their_pages(length: int) -> None:
         params=UNFILTERED,
         token_ids=rng.integers(97, size=(3, 19)),
         draft_token_ids=np.full((3, 19), -1),
+        slots=np.full((3, 19), -1),
         stream_keys=np.arange(3),
     )
     scorer = Scorer(model, backend, max_forward_rows=40)

@@ -60,6 +60,7 @@ def score(engine: DecoderEngine, asked: Sequence[Request], spoken: Sequence[Gene
             params=LAW,
             token_ids=np.stack([g.token_ids for g in spoken]).astype(np.int64),
             draft_token_ids=np.stack([g.draft_token_ids for g in spoken]).astype(np.int64),
+            slots=np.stack([g.slots for g in spoken]),
             stream_keys=np.array([request.stream_key for request in asked]),
         )
     )

@@ -75,6 +75,7 @@ def test_the_models_own_end_of_text_stops_a_request_and_its_scorer_knows(engine:
         params=params,
         token_ids=np.array([whole]),
         draft_token_ids=np.full((1, 24), -1),
+        slots=np.full((1, 24), -1),
         stream_keys=np.array([asked[0].stream_key]),
     )
     assert (engine.scorer().score(samples).p_token == 1).all()
@@ -197,6 +198,7 @@ def test_its_scorer_scores_what_it_generated(engine: DecoderEngine) -> None:
         params=asked[0].params,
         token_ids=np.stack([g.token_ids for g in generations]),
         draft_token_ids=np.stack([g.draft_token_ids for g in generations]),
+        slots=np.stack([g.slots for g in generations]),
         stream_keys=np.array([r.stream_key for r in asked]),
     )
     law = engine.scorer().score(samples)

@@ -295,6 +295,7 @@ def test_end_of_text_is_forbidden_in_the_request_and_in_the_law() -> None:
             params=SamplingParams(),
             token_ids=np.full((1, 1), 2),
             draft_token_ids=np.full((1, 1), -1),
+            slots=np.full((1, 1), -1),
             stream_keys=np.zeros(1),
         )
         p_token.append(float(scorer.score(samples).p_token[0, 0]))

@@ -29,6 +29,7 @@ from equivtest.decoder.stages import Drafts, Int64Array, StepInput
 from equivtest.decoder.weights import load_weights, weights_sha256
 from equivtest.errors import InvalidSetting, UnsupportedModel
 from equivtest.kernels.contract import AttentionPlan, AttentionShape, BlockDrafts, RowParams, Streams
+from equivtest.kernels.markov import markov_law
 
 
 class DFlashCheckpoint(NamedTuple):
@@ -215,15 +216,14 @@ class BlockNetwork:
         """The law that drafts are drawn from, over the vocabulary, written to `out` [N, vocab_size] and returned.
 
         states: [N, hidden_size] of `place_states`. previous: int64 [N], the token before each place. opens: bool [N],
-        whether it is the first of its block. law: of N rows.
+        whether it is the first of its block. law: of N rows. For a drafter that draws.
         """
         assert self._markov is not None
-        ops, successors = self.backend.layers, self._markov.successors
-        gates = ops.head(states, self._markov.gate).sigmoid_()
-        fed = torch.where(opens[:, None], states + gates.to(states.dtype) * successors[previous], states)
-        logits = self._target.logits(fed)
-        candidates, probs = ops.markov_law(logits, gates, successors, self._target.head_weight, law, previous, opens)
-        return out.zero_().scatter_add_(1, candidates, probs.to(out.dtype))
+        successors, opens = self._markov.successors, opens[:, None]
+        gates = self.backend.layers.head(states, self._markov.gate).sigmoid_()
+        fed = torch.where(opens, states + gates.to(states.dtype) * successors[previous], states)
+        head, logits = self._target.head_weight, self._target.logits(fed)
+        return markov_law(logits, gates.masked_fill(opens, 0), successors, head, law, previous, out)
 
     def block_token_ids(self, newest: Tensor) -> Tensor:
         masks = torch.full_like(newest, self.block.mask_token_id)[:, None]
