@@ -50,8 +50,8 @@ def engine_options(command: Command) -> Command:
                      help="What `--drafter model` reads, a model, or dflash, a folder of `equivtest drafter train` or "
                      "smollm2-dflash, which ships here."),
         click.option("--drafts", type=click.Choice(["likeliest", "drawn"]), default="likeliest", show_default=True,
-                     help="How a dflash drafter with a Markov head picks its drafts; drawn ones are kept oftener, but "
-                     "`equivtest run` cannot score them yet."),
+                     help="How a dflash drafter with a Markov head picks its drafts: the likeliest, or drawn from the "
+                     "request's law, which the chain rule keeps oftener and which goes with no other rule."),
         click.option("--acceptance", type=click.Choice(["chain", "match"]), default="chain", show_default=True,
                      help="Acceptance rule; both are exact."),
         click.option("--threads", type=int, default=None, help="CPU threads; default: all cores."),
