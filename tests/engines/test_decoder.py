@@ -207,6 +207,13 @@ def test_its_scorer_scores_what_it_generated(engine: DecoderEngine) -> None:
     assert engine.scorer() is engine.scorer()
 
 
+@pytest.mark.parametrize("change", [{"drafter": "early_exit"}, {"acceptance": "match"}], ids=str)
+def test_drawn_drafts_ask_for_a_block_drafter_and_the_chain_rule(change: dict[str, str]) -> None:
+    assert EngineOptions(drafts="drawn").settled("dflash").drafts == "drawn"
+    with pytest.raises(InvalidSetting, match="goes with the dflash drafter and the chain rule"):
+        EngineOptions(drafts="drawn", **change)  # type: ignore[arg-type]
+
+
 def test_layers_of_an_early_exit_ask_for_that_drafter() -> None:
     assert EngineOptions(early_exit_layers=20).settled("dflash").drafter == "early_exit"
     assert EngineOptions().settled("dflash").drafter == "dflash"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from equivtest.decoder.dense_law import DenseLaw
-from equivtest.decoder.draft_laws import ModelLaws
+from equivtest.decoder.draft_laws import BlockLaws, ModelLaws
 from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.decoder.law_columns import row_laws
 from equivtest.decoder.model import Model
@@ -18,6 +18,7 @@ from equivtest.decoder.sparse_law import SparseLaw
 from equivtest.errors import KernelUnavailable
 from equivtest.kernels.registry import get_backend
 from equivtest.records import LawColumns
+from tests.decoder.dflash_drafters import dflash_drafter
 from tests.decoder.scenarios import CONFIGS, build, random_prompts, requests_for
 from tests.decoder.test_law_columns import every_column, scaled_laws
 from tests.decoder.test_scorer import finished
@@ -42,16 +43,16 @@ def some_samples(config: str) -> FinishedSamples:
     return dataclasses.replace(samples, token_ids=np.where(rng.random(other.shape) < 0.1, other, samples.token_ids))
 
 
-def scored(samples: FinishedSamples, kernels: str, device: str) -> LawColumns:
+def scored(samples: FinishedSamples, drafter: str, kernels: str, device: str) -> LawColumns:
     config, weights = tiny_checkpoint("llama", seed=0, head_dim=HEAD_DIM)
     backend = get_backend(kernels)
     # FlashInfer attends in bfloat16 alone; its laws are compared over the same float32 forward.
     forward = get_backend("cuda") if kernels == "flashinfer" else backend
     model, draft = (Model(config, weights, forward, device=device) for _ in range(2))
+    blocks = dflash_drafter(model, markov_head=True).network
+    drafts = ModelLaws(draft, backend) if drafter == "model" else BlockLaws(blocks)
     # Few rows at a time, so that several batches and several chunks of laws are needed.
-    return Scorer(model, backend, drafts=ModelLaws(draft, backend), max_forward_rows=120, max_law_rows=50).score(
-        samples
-    )
+    return Scorer(model, backend, drafts=drafts, max_forward_rows=120, max_law_rows=50).score(samples)
 
 
 def test_laws_on_a_gpu_are_dense_and_say_what_sparse_ones_say() -> None:
@@ -64,9 +65,10 @@ def test_laws_on_a_gpu_are_dense_and_say_what_sparse_ones_say() -> None:
         np.testing.assert_allclose(dense[name], column, rtol=0, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.parametrize("drafter", ["model", "dflash"])
 @pytest.mark.parametrize("kernels", ["reference", "cuda", "flashinfer"])
 @pytest.mark.parametrize("config", [name for name, params in CONFIGS.items() if not params.min_p])
-def test_columns_are_those_of_the_cpu(config: str, kernels: str) -> None:
+def test_columns_are_those_of_the_cpu(config: str, kernels: str, drafter: str) -> None:
     """In float32, but for rounding: 1e-3 covers what it does to nearly all rows; where it moves a token over a cut of
     the law, masses differ by that token, in at most one row of a hundred."""
     try:
@@ -74,7 +76,7 @@ def test_columns_are_those_of_the_cpu(config: str, kernels: str) -> None:
     except KernelUnavailable as unavailable:
         pytest.skip(unavailable.reason)
     samples = some_samples(config)
-    on_cpu, on_gpu = scored(samples, "reference", "cpu"), scored(samples, kernels, "cuda")
+    on_cpu, on_gpu = scored(samples, drafter, "reference", "cpu"), scored(samples, drafter, kernels, "cuda")
     for field in dataclasses.fields(LawColumns):
         one, other = (np.asarray(getattr(columns, field.name), np.float64) for columns in (on_cpu, on_gpu))
         far = np.abs(one - other) > 1e-3

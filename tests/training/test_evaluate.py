@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -14,7 +15,10 @@ from equivtest.decoder.drafters.dflash_network import DFlashConfig, DFlashNetwor
 from equivtest.decoder.weights import Checkpoint
 from equivtest.engines.decoder import DecoderEngine
 from equivtest.errors import InvalidSetting
-from equivtest.records import Generation
+from equivtest.pipeline.analysis_options import AnalysisOptions
+from equivtest.pipeline.run import RunOptions, run
+from equivtest.records import Generation, Word
+from equivtest.stats.law_martingale import NO_ACCEPTANCE
 from equivtest.training.evaluate import (
     Acceptance,
     Asked,
@@ -123,6 +127,24 @@ def test_the_decoder_with_the_drafter_accepts_as_often_as_the_evaluation_says(
             walked = rounds_of(network, target, one, plain)
             assert found == pytest.approx(walked)
         assert abs(found - row.accepted) < 5 * 2**0.5 * row.standard_error + 0.02
+
+
+def test_a_run_scores_its_drawn_drafts_and_finds_those_that_are_kept_too_often(
+    network: DFlashNetwork, tmp_path: Path
+) -> None:
+    """The tests of q in arm on have no p-value below 1e-3 (three or more; the seed is fixed). The biased arm is the
+    twin."""
+    network.save(tmp_path, torch.float32)
+    drawn = dataclasses.replace(ENGINE, drafter="dflash", draft_model=str(tmp_path), draft_len=3, drafts="drawn")
+    made = run(RunOptions(budget="smoke", engine=drawn, analysis=AnalysisOptions(), run_dir=tmp_path / "run"))
+    assert made.analysis.verdict.word is Word.EQUIVALENT
+    evidence = pd.read_parquet(tmp_path / "run" / "evidence.parquet").query("family == 'law'")
+    of_drafts = evidence[evidence.name.str.startswith(("bias", "lag"))]
+    p_values = {arm: of_drafts[of_drafts.stratum == f"{arm} / topp95"].p_value for arm in ("on", "biased")}
+    assert len(p_values["on"]) >= 3
+    assert of_drafts[of_drafts.name == "bias"].method.str.endswith(NO_ACCEPTANCE).all(), "drafts were taken for sure"
+    assert p_values["on"].min() > 1e-3
+    assert p_values["biased"].min() < 1e-9
 
 
 def rounds_of(network: DFlashNetwork, target: Target, one: Asked, plain: Sequence[Generation]) -> float:
