@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -85,6 +85,11 @@ def requests_for(
         Request(prompt_token_ids=prompt, params=params, stream_key=stream_key(run, index), max_tokens=max_tokens)
         for index, prompt in enumerate(prompts)
     ]
+
+
+def requests_under_each(laws: Mapping[str, SamplingParams], prompts: Sequence[tuple[int, ...]]) -> list[Request]:
+    """Every prompt under every law, law by law, in one list: a mixed batch, and each sample what it would be alone."""
+    return [request for params in laws.values() for request in requests_for(prompts, params)]
 
 
 def texts(generations: Sequence[Generation]) -> list[list[int]]:
