@@ -1,8 +1,9 @@
-"""Fixtures that more than one room needs: the real model, here and in Hugging Face transformers."""
+"""Fixtures that more than one room needs: the real model, here and in Hugging Face transformers; the command line."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from equivtest.cli import main as cli_main
 from equivtest.decoder.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -49,3 +51,17 @@ def hf_smollm2(smollm2_checkpoint: Checkpoint) -> PreTrainedModel:
     from equivtest.decoder.transformers_model import transformers_model
 
     return transformers_model(smollm2_checkpoint.config, smollm2_checkpoint.weights, dtype=torch.float32)
+
+
+@pytest.fixture
+def equivtest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run a command line in this process; gives (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["equivtest", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli_main.main()
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return call

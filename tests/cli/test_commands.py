@@ -133,8 +133,7 @@ def test_power_says_what_a_run_could_have_seen(equivtest, results: Path, tmp_pat
 @pytest.mark.parametrize("command", ["report", "gate"])
 def test_a_closed_pipe_never_exits_as_different(results: Path, command: str) -> None:
     program = f"{sys.executable} -m equivtest {command} {results / 'good'} | true; exit ${{PIPESTATUS[0]}}"
-    codes = {subprocess.run(["bash", "-c", program], capture_output=True, check=False).returncode for _ in range(2)}
-    assert codes <= {0, 4}
+    assert subprocess.run(["bash", "-c", program], capture_output=True, check=False).returncode in (0, 4)
 
 
 def test_a_report_that_fails_leaves_no_older_verdict_behind(equivtest, results: Path, tmp_path: Path) -> None:
