@@ -54,6 +54,18 @@ def hf_smollm2(smollm2_checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 @pytest.fixture
+def page() -> None:
+    """For tests that look at the page of a run that they make."""
+
+
+@pytest.fixture(autouse=True)
+def _no_page_unless_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the figures of its page is most of what a small run costs."""
+    if "page" not in request.fixturenames:
+        monkeypatch.setattr("equivtest.pipeline.publish.write_html", lambda data, path: path.write_text("no page"))
+
+
+@pytest.fixture
 def equivtest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run a command line in this process; gives (exit code, stdout, stderr)."""
 
