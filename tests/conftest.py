@@ -24,8 +24,26 @@ if TYPE_CHECKING:
     from equivtest.decoder.weights import Checkpoint
 
 
+LONGEST_FIRST = (
+    "tests/pipeline/test_controls.py",
+    "tests/pipeline/test_kill_and_resume.py",
+    "tests/pipeline/test_run.py",
+    "tests/kernels/test_cuda_compiles.py",
+    "tests/test_style.py",
+    "tests/training/test_evaluate.py",
+    "tests/cli/test_commands.py",
+    "tests/calibration/test_levels.py",
+    "tests/decoder/test_executor.py",
+    "tests/decoder/test_processed_decoding.py",
+    "tests/decoder/test_stops.py",
+)
+"""So that no process waits at the end for another's long file."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where torch finds no usable CUDA device."""
+    """Tests marked `gpu` are skipped where torch finds no usable CUDA device; the order is the one above."""
+    place = {name: index for index, name in enumerate((*LONGEST_FIRST, "", "tests/test_main_path.py"))}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], place[""]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
