@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 
 from equivtest.cli import main as cli_main
 from equivtest.decoder.hub import resolve_model
+from equivtest.errors import KernelUnavailable
+from equivtest.kernels.registry import get_backend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +41,13 @@ LONGEST_FIRST = (
     "tests/decoder/test_stops.py",
 )
 """So that no process waits at the end for another's long file."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The C++ kernels are compiled before the processes of the tests start: else each of them would do it."""
+    if not hasattr(session.config, "workerinput"):
+        with contextlib.suppress(KernelUnavailable):
+            get_backend("cpp")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
