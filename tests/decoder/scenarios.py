@@ -22,6 +22,8 @@ from tests.decoder.dflash_drafters import dflash_checkpoint
 from tests.decoder.tiny_models import tiny_model
 
 DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model", "dflash", "dflash with a Markov head")
+RULES = (*((drafter, "chain") for drafter in DRAFTERS), ("early_exit", "match"))
+"""Drafter and acceptance rule; one drafter under match, whose texts no draft changes (test_identity, for each)."""
 CONFIGS = {
     "topp95": SamplingParams(temperature=0.8, top_p=0.95),
     "topk50": SamplingParams(temperature=1.0, top_k=50),

@@ -12,6 +12,7 @@ from tests.decoder.scenarios import (
     CONFIGS,
     DRAFTERS,
     GREEDY,
+    RULES,
     build,
     garbage,
     random_prompts,
@@ -21,9 +22,8 @@ from tests.decoder.scenarios import (
 )
 
 
-@pytest.mark.parametrize("acceptance", ["chain", "match"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "acceptance"), RULES)
 def test_greedy_text_is_the_same_with_and_without_speculation(drafter: str, architecture: str, acceptance: str) -> None:
     executor = build(get_backend("cpp"), drafter, architecture=architecture, acceptance=acceptance)
     requests = requests_for(random_prompts(24), GREEDY, max_tokens=30)

@@ -19,8 +19,8 @@ from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, LogprobKind, Request, SamplingParams
 from tests.decoder.scenarios import (
     CONFIGS,
-    DRAFTERS,
     GREEDY,
+    RULES,
     build,
     fresh_logits,
     random_prompts,
@@ -68,8 +68,7 @@ def worst_error(generations: list[Generation], requests: list[Request], model: M
     )
 
 
-@pytest.mark.parametrize("acceptance", ["chain", "match"])
-@pytest.mark.parametrize("drafter", [*DRAFTERS, None])
+@pytest.mark.parametrize(("drafter", "acceptance"), [*RULES, (None, "chain"), (None, "match")])
 def test_logprobs_are_those_of_a_float64_computation(drafter: str | None, acceptance: str) -> None:
     """None: plain decoding, which asks no drafter."""
     executor = build(get_backend("cpp"), drafter or "ngram", acceptance=acceptance, max_batch=9, eos_token_ids=(EOS,))

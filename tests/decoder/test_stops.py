@@ -18,8 +18,8 @@ from equivtest.records import SPEC, Generation, Origin, Request, SamplingParams
 from tests.decoder.incapable_backend import IncapableBackend
 from tests.decoder.scenarios import (
     CONFIGS,
-    DRAFTERS,
     GREEDY,
+    RULES,
     build,
     random_prompts,
     requests_for,
@@ -50,8 +50,7 @@ def assert_prefix(short: Generation, whole: Generation, length: int) -> None:
     assert len(short.batch_rows) == length
 
 
-@pytest.mark.parametrize("acceptance", ["chain", "match"])
-@pytest.mark.parametrize("drafter", [*DRAFTERS, None])
+@pytest.mark.parametrize(("drafter", "acceptance"), [*RULES, (None, "chain"), (None, "match")])
 def test_a_text_is_cut_at_its_first_stop_token(drafter: str | None, acceptance: str) -> None:
     """Against the same requests without stops, whose coins and drafts are the same up to the cut."""
     executor = build(get_backend("cpp"), drafter or "ngram", acceptance=acceptance, eos_token_ids=(EOS,))
@@ -103,8 +102,7 @@ def test_a_decoder_that_runs_past_a_stop_token_within_a_block_is_seen() -> None:
     assert sum(len(g.token_ids) > length for g, length in zip(faulty, lengths, strict=True)) >= 3
 
 
-@pytest.mark.parametrize("acceptance", ["chain", "match"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(("drafter", "acceptance"), RULES)
 def test_ragged_texts_are_the_same_in_batches_of_1_3_and_all(drafter: str, acceptance: str) -> None:
     """Rows end at different steps and others take their places."""
     kinds = [SAMPLED, CONFIGS["topk50"], dataclasses.replace(SAMPLED, min_tokens=5, repetition_penalty=1.3), GREEDY]
