@@ -22,6 +22,9 @@ _RUN_S, _LARGE_RUN_S = 60.0, 300.0
 _STEP_MS = {1: 0.6, 256: 1.5}
 _RATIOS = {8: 10.0, 64: 8.0}
 _LOGITS_READS = 6.0
+_ACCEPTED = {"greedy": 2.0, "T .8 top_p .95": 1.5}
+_NOISE = 0.05
+"""Of a median over requests that took turns."""
 _OUTCOMES = ("tests", "failures", "errors", "skipped")
 
 
@@ -141,6 +144,37 @@ def _mixed(folder: Path) -> Iterator[Figure]:
     yield stated("TPOT in a mixed batch of 8", "; ".join(texts) or None)
 
 
+def _dflash(folder: Path) -> Iterator[Figure]:
+    path = folder / "tpot-dflash.json"
+    for sampling, limit in _ACCEPTED.items():
+        row = _row(path, concurrency=1, sampling=sampling, spec="on")
+        yield at_least(
+            f"dflash, drafts accepted a round at c1, {sampling}", limit, row.get("accepted_per_round"), "tokens"
+        )
+    for sampling in _ACCEPTED:
+        for count in (1, 8, 16):
+            row = _row(path, concurrency=count, sampling=sampling, spec="on")
+            limit = 1.3 if count == 1 and sampling != "greedy" else 1.0
+            claim = (
+                f"dflash, TPOT of spec-off over spec-on, c{count}, {sampling}, draft_len {row.get('draft_len', '?')}"
+            )
+            yield at_least(claim, limit, row.get("speedup"), "times")
+    mixed = {"batch": "4 greedy + 4 sampled", "spec": "on"}
+    greedy, sampled = (_row(folder / "mixed-dflash.json", requests=sampling, **mixed) for sampling in _ACCEPTED)
+    claim = "dflash, mixed batch of 8: greedy TPOT over that of 8 greedy"
+    yield at_most(claim, 1.0 + _NOISE, greedy.get("against_alone"), "times")
+    yield at_least("dflash, mixed batch of 8: sampled, spec-off over spec-on", 1.0, sampled.get("speedup"), "times")
+    rows = [row for row in _read(folder / "rounds.json").get("rows", []) if row["best"]]
+    texts = [
+        f"c{r['concurrency']} {r['sampling']} K {r['draft_len']}: plain {r['plain_ms']:.2f}, "
+        f"verify {r['verify_ms']:.2f}, draft {r['draft_ms']:.2f}, a token {r['token_ms']:.2f} ms"
+        for r in rows
+    ]
+    yield stated("dflash, device time by stage at the length that pays best", "; ".join(texts) or None)
+    for rule in ("chain", "match"):
+        yield from _verdict(f"dflash, {rule}", _read(folder / f"gate-dflash-{rule}" / "verdict.json"))
+
+
 def _onehot(folder: Path) -> Iterator[Figure]:
     for name in ("smollm2", "qwen3-4b"):
         rows = _read(folder / f"onehot-{name}.json").get("rows", [])
@@ -154,6 +188,7 @@ _FIGURES: Mapping[str, Callable[[Path], Iterator[Figure]]] = {
     "decode": _decode,
     "tpot": _tpot,
     "mixed": _mixed,
+    "dflash": _dflash,
     "onehot": _onehot,
     "protocol": _protocol,
 }

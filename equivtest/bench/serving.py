@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,10 +18,13 @@ from equivtest.errors import InvalidSetting
 from equivtest.records import Request, SamplingParams
 
 Tell = Callable[[str], None]
+Calls = Mapping[tuple[str, ...], Sequence[Request]]
 
 _MIN_REQUESTS = 16
 _WAVES = 4
 _MIXED_REQUESTS = 8
+_REPEATS = 3
+_OFF_ON = {"off": False, "on": True}
 
 
 def bench_tpot(
@@ -30,42 +33,44 @@ def bench_tpot(
     random_model: str | None = None,
     concurrency: Sequence[int] = (1, 8, 16),
     max_tokens: int = 128,
+    repeats: int = _REPEATS,
     on_progress: Tell | None = None,
 ) -> Measured:
     """Time per output token at so many requests in flight, spec-off and spec-on, greedy and at T .8 top_p .95.
 
     Four times as many requests as run at once, at least 16, go into one call; a finished one makes room for the next.
-    Each is served once unmeasured, so that graphs are captured, and then measured: see `latency.tpot_s`. Percentiles
-    are over requests. `speedup` is the median of spec-off over this one. `options.max_batch` is not looked at.
+    Percentiles are over the requests of all repeats, see `latency.tpot_s` and `_in_turns`. `speedup` is the median of
+    spec-off over this one. `options.max_batch` is not looked at.
     """
-    _check(max_tokens, *concurrency)
+    _check(max_tokens, repeats, *concurrency)
     tell = on_progress or (lambda line: None)
-    rows, described = [], {}
+    rows: list[dict[str, Any]] = []
+    described: dict[str, Any] = {}
     for count in concurrency:
         engine = open_engine(dataclasses.replace(options, max_batch=count), random_model, on_message=tell)
         described = dict(engine.describe())
-        for params in (GREEDY, SAMPLED):
-            requests = requests_for(engine, [params] * max(_MIN_REQUESTS, _WAVES * count), max_tokens=max_tokens)
-            off_p50 = None
-            for speculative in (False, True):
-                what = f"c{count}, {NAMES[params]}, spec-{'on' if speculative else 'off'}"
-                tell(what)
-                served = _warm(engine, requests, speculative)
-                columns = tpot_columns(served.tpot_s())
-                off_p50 = off_p50 or columns["tpot_p50_ms"]
-                rows.append(
-                    {
-                        "concurrency": count,
-                        "sampling": NAMES[params],
-                        "spec": "on" if speculative else "off",
-                        **columns,
-                        "tokens_per_s": served.tokens_per_s,
-                        "accepted_per_round": accepted_per_round(served.generations),
-                        "draft_len": described["draft_len"] if speculative else 0,
-                        "speedup": off_p50 / columns["tpot_p50_ms"],
-                    }
-                )
-    return Measured(what=_what(options, described, max_tokens=max_tokens), table=tuple(rows))
+        num_requests = max(_MIN_REQUESTS, _WAVES * count)
+        calls: Calls = {
+            (f"c{count}", NAMES[params], spec): requests_for(engine, [params] * num_requests, max_tokens=max_tokens)
+            for params in (GREEDY, SAMPLED)
+            for spec in _OFF_ON
+        }
+        for (_, sampling, spec), runs in _in_turns(engine, calls, repeats, tell).items():
+            columns = tpot_columns(np.concatenate([run.tpot_s() for run in runs]))
+            off = columns if spec == "off" else rows[-1]
+            rows.append(
+                {
+                    "concurrency": count,
+                    "sampling": sampling,
+                    "spec": spec,
+                    **columns,
+                    "tokens_per_s": float(np.median([run.tokens_per_s for run in runs])),
+                    "accepted_per_round": accepted_per_round([each for run in runs for each in run.generations]),
+                    "draft_len": described["draft_len"] if spec == "on" else 0,
+                    "speedup": off["tpot_p50_ms"] / columns["tpot_p50_ms"],
+                }
+            )
+    return Measured(what=_what(options, described, max_tokens=max_tokens, repeats=repeats), table=tuple(rows))
 
 
 def bench_mixed(
@@ -73,7 +78,7 @@ def bench_mixed(
     *,
     random_model: str | None = None,
     max_tokens: int = 256,
-    repeats: int = 3,
+    repeats: int = _REPEATS,
     on_progress: Tell | None = None,
 ) -> Measured:
     """Eight requests at once, four greedy and four sampled, against eight greedy ones; spec-on against spec-off.
@@ -86,27 +91,30 @@ def bench_mixed(
     tell = on_progress or (lambda line: None)
     engine = open_engine(dataclasses.replace(options, max_batch=_MIXED_REQUESTS), random_model, on_message=tell)
     batches = {"8 greedy": [GREEDY] * _MIXED_REQUESTS, "4 greedy + 4 sampled": [GREEDY, SAMPLED] * 4}
-    rows = []
-    for speculative in (False, True):
-        for batch, laws in batches.items():
-            requests = requests_for(engine, laws, max_tokens=max_tokens)
-            tell(f"{batch}, spec-{'on' if speculative else 'off'}")
-            runs = [_warm(engine, requests, speculative)]
-            runs += [serve(engine, requests, speculative=speculative) for _ in range(repeats - 1)]
-            rows += [_mixed_row(batch, law, laws, runs, speculative) for law in dict.fromkeys(laws)]
+    calls: Calls = {
+        (batch, spec): requests_for(engine, laws, max_tokens=max_tokens)
+        for spec in _OFF_ON
+        for batch, laws in batches.items()
+    }
+    served = _in_turns(engine, calls, repeats, tell)
+    rows = [
+        _mixed_row(batch, law, batches[batch], runs, spec)
+        for (batch, spec), runs in served.items()
+        for law in dict.fromkeys(batches[batch])
+    ]
     return Measured(
         what=_what(options, engine.describe(), max_tokens=max_tokens, repeats=repeats), table=tuple(_compared(rows))
     )
 
 
 def _mixed_row(
-    batch: str, law: SamplingParams, laws: Sequence[SamplingParams], runs: Sequence[Served], speculative: bool
+    batch: str, law: SamplingParams, laws: Sequence[SamplingParams], runs: Sequence[Served], spec: str
 ) -> dict[str, Any]:
     kind = [index for index, each in enumerate(laws) if each == law]
     return {
         "batch": batch,
         "requests": NAMES[law],
-        "spec": "on" if speculative else "off",
+        "spec": spec,
         **tpot_columns(np.concatenate([served.tpot_s()[kind] for served in runs])),
         "accepted_per_round": accepted_per_round([served.generations[i] for served in runs for i in kind]),
     }
@@ -126,10 +134,26 @@ def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _warm(engine: DecoderEngine, requests: Sequence[Request], speculative: bool) -> Served:
-    """The second of two equal calls: the first has met every shape of the second."""
-    serve(engine, requests, speculative=speculative)
-    return serve(engine, requests, speculative=speculative)
+def _in_turns(
+    engine: DecoderEngine,
+    calls: Calls,
+    repeats: int,
+    tell: Tell,
+) -> dict[tuple[str, ...], list[Served]]:
+    """Each call served `repeats` times, all taking turns: what the machine does meanwhile meets all of them alike.
+
+    calls: by words that name them, of which the last is off or on, for speculation. All are served once unmeasured
+    before, so that every shape of a step has been met.
+    """
+    served: dict[tuple[str, ...], list[Served]] = {key: [] for key in calls}
+    for turn in range(repeats + 1):
+        for key, requests in calls.items():
+            *words, spec = key
+            tell(", ".join([*words, f"spec-{spec}", f"{turn} of {repeats}" if turn else "unmeasured"]))
+            run = serve(engine, requests, speculative=_OFF_ON[spec])
+            if turn:
+                served[key].append(run)
+    return served
 
 
 def _what(options: EngineOptions, described: Any, **more: Any) -> dict[str, Any]:

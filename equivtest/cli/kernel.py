@@ -80,7 +80,20 @@ def command(
         sampler, vocab=vocab or DEFAULT_VOCABS, one_hot=not no_one_hot, name=function or f"backend {backend}", **values
     )
     if output is not None:
-        write_whole(output, json.dumps(report.to_dict(), indent=2) + "\n")
+        write_whole(output, json.dumps(_where(function, report.device) | report.to_dict(), indent=2) + "\n")
     for line in report.lines():
         click.echo(line)
     return report.exit_code
+
+
+def _where(function: str | None, device: str) -> dict[str, Any]:
+    """How the report came about: the command, our code, the machine, and the versions of the sampler's package and of
+    what runs it."""
+    from equivtest.bench.measured import describe_device
+    from equivtest.pipeline.manifest import command_line, describe_code, describe_machine
+
+    settings = describe_device(device.partition(":")[0])
+    if function is not None:
+        package = function.partition(":")[0].partition(".")[0]
+        settings["versions"][package] = getattr(sys.modules.get(package), "__version__", None)
+    return {"command": command_line(), "machine": describe_machine(), "code": describe_code(), "settings": settings}

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ def test_a_wrong_sampler_exits_1_and_says_what_is_wrong(
     assert (written["word"], written["exit_code"]) == ("different", 1)
     assert written["findings"][0]["stage"] == "accept"
     assert len(written["evidence"]) > 20
+    assert written["command"].startswith("equivtest kernel tests.battery.test_command:WRONG")
+    assert written["code"]["source_sha256"]
+    assert written["machine"]["cores"]
+    assert (written["settings"]["device"], written["settings"]["versions"]["torch"]) == ("cpu", version("torch"))
+    assert written["settings"]["versions"]["tests"] is None, "the sampler's package says no version"
 
 
 def test_a_parameter_that_is_no_coin_of_ours_keeps_its_default(

@@ -107,6 +107,40 @@ def test_what_is_only_stated_needs_to_be_measured(tmp_path: Path) -> None:
     assert held(tmp_path, "mixed") == [None]
 
 
+SAMPLING = ("greedy", "T .8 top_p .95")
+
+
+@pytest.mark.parametrize(
+    ("speedup", "accepted", "alone", "word", "expected"),
+    [
+        (1.31, 2.1, 1.04, "equivalent", [True] * 10 + [None] + [True] * 6),
+        (0.99, 1.4, 1.06, "invalid", [False] * 10 + [None] + [False, True, True] * 2),
+    ],
+)
+def test_what_is_wanted_of_the_drafter(
+    tmp_path: Path, speedup: float, accepted: float, alone: float, word: str, expected: list[bool | None]
+) -> None:
+    on = {"spec": "on", "speedup": speedup, "accepted_per_round": accepted, "draft_len": 5}
+    off = {"spec": "off", "speedup": 9.0, "accepted_per_round": 9.0, "draft_len": 0}
+    rows = [{"concurrency": c, "sampling": s, **arm} for c in (1, 8, 16) for s in SAMPLING for arm in (off, on)]
+    write(tmp_path / "tpot-dflash.json", rows)
+    mixed = [{"batch": "4 greedy + 4 sampled", "requests": s, "against_alone": alone, **on} for s in SAMPLING]
+    write(tmp_path / "mixed-dflash.json", mixed)
+    timed = {"concurrency": 1, "sampling": "greedy", "draft_len": 5, "plain_ms": 0.4, "verify_ms": 0.5, "draft_ms": 0.1}
+    write(tmp_path / "rounds.json", [{**timed, "token_ms": 0.3, "best": True}])
+    for rule in ("chain", "match"):
+        write(tmp_path / f"gate-dflash-{rule}" / "verdict.json", [], verdict=word, controls=controls(True, True))
+    assert held(tmp_path, "dflash") == expected
+
+
+def test_the_length_of_the_first_load_alone_must_pay_by_more(tmp_path: Path) -> None:
+    row = {"spec": "on", "speedup": 1.1, "accepted_per_round": 2.0, "draft_len": 5}
+    write(
+        tmp_path / "tpot-dflash.json", [{"concurrency": c, "sampling": s, **row} for c in (1, 8, 16) for s in SAMPLING]
+    )
+    assert held(tmp_path, "dflash")[2:8] == [True] * 3 + [False, True, True]
+
+
 def test_without_a_file_nothing_is_held(tmp_path: Path) -> None:
     found = figures(tmp_path)
     assert found

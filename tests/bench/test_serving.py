@@ -20,7 +20,7 @@ TINY = EngineOptions(model="tiny", kernels="reference", dtype="float32", drafter
 
 
 def test_tpot_has_a_row_for_every_load_law_and_arm() -> None:
-    bench = bench_tpot(TINY, concurrency=(1, 4), max_tokens=6)
+    bench = bench_tpot(TINY, concurrency=(1, 4), max_tokens=6, repeats=1)
     rows = bench.rows()
     assert [(row["concurrency"], row["sampling"], row["spec"]) for row in rows] == [
         (count, sampling, spec)
@@ -34,6 +34,15 @@ def test_tpot_has_a_row_for_every_load_law_and_arm() -> None:
             assert row["speedup"] == 1.0
             assert row["accepted_per_round"] == 0.0
     assert bench.settings()["subject"]["max_batch"] == 4
+
+
+def test_arms_and_laws_take_turns() -> None:
+    """So that a machine that slows down slows all of them; the first call of each is not measured."""
+    told: list[str] = []
+    bench_tpot(TINY, concurrency=(2,), max_tokens=2, repeats=2, on_progress=told.append)
+    calls = [f"c2, {law}, spec-{spec}" for law in ("greedy", "T .8 top_p .95") for spec in ("off", "on")]
+    turns = ("unmeasured", "1 of 2", "2 of 2")
+    assert [line for line in told if line.startswith("c2")] == [f"{call}, {turn}" for turn in turns for call in calls]
 
 
 def test_the_mixed_batch_tells_greedy_from_sampled_requests() -> None:
