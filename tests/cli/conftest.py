@@ -1,11 +1,9 @@
-"""Two runs to look at, and the command line in this process."""
+"""Two runs to look at."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from equivtest.cli import main as cli_main
 from equivtest.engines.base import EngineOptions
 from equivtest.pipeline.analysis_options import AnalysisOptions
 from equivtest.pipeline.run import RunOptions, run
@@ -25,17 +23,3 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             engine=FakeEngine(on_epsilon=epsilon),
         )  # fmt: skip
     return folder
-
-
-@pytest.fixture
-def equivtest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run a command line in this process; gives (exit code, stdout, stderr)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["equivtest", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli_main.main()
-        captured = capsys.readouterr()
-        return ended.value.code, captured.out, captured.err
-
-    return call

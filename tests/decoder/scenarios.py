@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from tests.decoder.dflash_drafters import dflash_checkpoint
 from tests.decoder.tiny_models import tiny_model
 
 DRAFTERS = ("ngram", "early_exit", "sampled_exit", "self", "model", "dflash", "dflash with a Markov head")
+RULES = (*((drafter, "chain") for drafter in DRAFTERS), ("early_exit", "match"))
+"""Drafter and acceptance rule; one drafter under match, whose texts no draft changes (test_identity, for each)."""
 CONFIGS = {
     "topp95": SamplingParams(temperature=0.8, top_p=0.95),
     "topk50": SamplingParams(temperature=1.0, top_k=50),
@@ -85,6 +87,11 @@ def requests_for(
         Request(prompt_token_ids=prompt, params=params, stream_key=stream_key(run, index), max_tokens=max_tokens)
         for index, prompt in enumerate(prompts)
     ]
+
+
+def requests_under_each(laws: Mapping[str, SamplingParams], prompts: Sequence[tuple[int, ...]]) -> list[Request]:
+    """Every prompt under every law, law by law, in one list: a mixed batch, and each sample what it would be alone."""
+    return [request for params in laws.values() for request in requests_for(prompts, params)]
 
 
 def texts(generations: Sequence[Generation]) -> list[list[int]]:

@@ -19,8 +19,8 @@ from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, LogprobKind, Request, SamplingParams
 from tests.decoder.scenarios import (
     CONFIGS,
-    DRAFTERS,
     GREEDY,
+    RULES,
     build,
     fresh_logits,
     random_prompts,
@@ -68,13 +68,12 @@ def worst_error(generations: list[Generation], requests: list[Request], model: M
     )
 
 
-@pytest.mark.parametrize("speculative", [True, False])
-@pytest.mark.parametrize("acceptance", ["chain", "match"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_logprobs_are_those_of_a_float64_computation(drafter: str, acceptance: str, speculative: bool) -> None:
-    executor = build(get_backend("cpp"), drafter, acceptance=acceptance, max_batch=9, eos_token_ids=(EOS,))
+@pytest.mark.parametrize(("drafter", "acceptance"), [*RULES, (None, "chain"), (None, "match")])
+def test_logprobs_are_those_of_a_float64_computation(drafter: str | None, acceptance: str) -> None:
+    """None: plain decoding, which asks no drafter."""
+    executor = build(get_backend("cpp"), drafter or "ngram", acceptance=acceptance, max_batch=9, eos_token_ids=(EOS,))
     requests = mixed_requests()
-    generations = executor.generate(requests, speculative=speculative)
+    generations = executor.generate(requests, speculative=drafter is not None)
     for request, generation in zip(requests, generations, strict=True):
         assert (generation.logprobs is None) == (request.logprobs is None)
         if generation.logprobs is not None:

@@ -1,6 +1,7 @@
 """A speculative decoder in numpy: exact where it should be, wrong where a test wants it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,25 +84,31 @@ class FakeEngine:
         # A drifting engine changes from call to call: its A/A control must see it.
         extra = self.drift * self.num_calls if speculative else 0.0
         speculative = speculative and self.speculates
-        generations = [self._one(request, speculative, min(epsilon + extra, 1.0)) for request in requests]
+        keys, longest = np.array([r.stream_key for r in requests]), max(r.max_tokens for r in requests)
+        purposes = (Purpose.ACCEPT, Purpose.RECOVER) if speculative else (Purpose.PLAIN,)
+        coins = np.stack([uniforms(keys[:, None], np.arange(longest), purpose) for purpose in purposes], axis=1)
+        generations = [
+            self._one(request, own[:, : request.max_tokens], speculative, min(epsilon + extra, 1.0))
+            for request, own in zip(requests, coins, strict=True)
+        ]
         if on_tokens is not None:
             on_tokens(sum(len(generation.token_ids) for generation in generations))
         return generations
 
-    def _one(self, request: Request, speculative: bool, epsilon: float) -> Generation:
+    def _one(self, request: Request, coins: np.ndarray, speculative: bool, epsilon: float) -> Generation:
+        """coins: of every purpose and position."""
         length = request.max_tokens
         position = np.arange(length)
         laws = laws_of(request.prompt_token_ids, length, request.params)
         draft = laws.argmax(axis=1)
-        key = np.full(length, request.stream_key)
         if not speculative:
-            tokens = self._draw(laws, uniforms(key, position, Purpose.PLAIN))
+            tokens = self._draw(laws, coins[0])
             accepted = np.zeros(length, bool)
         else:
-            accepted = uniforms(key, position, Purpose.ACCEPT) < laws[position, draft] + epsilon
+            accepted = coins[0] < laws[position, draft] + epsilon
             residual = laws.copy()
             residual[position, draft] = 0.0
-            recovered = self._draw(residual, uniforms(key, position, Purpose.RECOVER))
+            recovered = self._draw(residual, coins[1])
             tokens = np.where(accepted, draft, recovered)
         origins = np.where(accepted, Origin.ACCEPTED, Origin.RECOVERED) if speculative else [Origin.PLAIN] * length
         logprobs = np.log(laws[position, tokens]) + self.logprob_error * speculative
@@ -127,10 +134,17 @@ class FakeEngine:
 
 
 def laws_of(prompt_token_ids: Sequence[int], num_positions: int, params: SamplingParams) -> np.ndarray:
-    """[num_positions, VOCAB_SIZE]; of the parameters only the stop tokens and min_tokens count."""
-    laws = np.random.default_rng(len(prompt_token_ids)).dirichlet(np.ones(VOCAB_SIZE), size=num_positions)
+    """[num_positions, VOCAB_SIZE], read-only; of the parameters only the stop tokens and min_tokens count."""
+    return _laws(len(prompt_token_ids), num_positions, params)
+
+
+@functools.cache
+def _laws(seed: int, num_positions: int, params: SamplingParams) -> np.ndarray:
+    laws = np.random.default_rng(seed).dirichlet(np.ones(VOCAB_SIZE), size=num_positions)
     laws[: params.min_tokens, [token for token in params.stop_token_ids if token < VOCAB_SIZE]] = 0.0
-    return laws / laws.sum(axis=1, keepdims=True)
+    laws /= laws.sum(axis=1, keepdims=True)
+    laws.flags.writeable = False
+    return laws
 
 
 def lengths_of(tokens: np.ndarray, params: SamplingParams) -> np.ndarray:

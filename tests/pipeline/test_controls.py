@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from equivtest.errors import UnknownName
-from equivtest.pipeline.control_subject import SMOKE, ControlsOptions, stood
+from equivtest.pipeline import controls as module
+from equivtest.pipeline.control_subject import ControlsOptions, stood
 from equivtest.pipeline.controls import EngineOptions, catalogue_lines, controls
+from equivtest.protocol.budgets import Budget
 from equivtest.records import Family, Kill, Nature
 from equivtest.report.kill_matrix import KillMatrix, Outcome
 
@@ -29,6 +32,16 @@ SUBSET = {
     "random_drafts": set(),
 }
 """Some of every nature, and a family that must be among those that find each."""
+
+SMALL = Budget(name="smoke", num_prompts=2, num_positions=20, num_seeds=128, epsilon=0.1)
+"""Half of the command's own smoke budget: none of the faults here is a subtle one."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SMOKE", SMALL)
+        yield
 
 
 def options(folder: Path, *only: str, **fields: object) -> ControlsOptions:
@@ -69,7 +82,7 @@ def test_the_evidence_that_must_find_it_does(made: tuple[Path, KillMatrix], name
 def test_tokens_needed_are_a_part_of_those_collected(made: tuple[Path, KillMatrix]) -> None:
     kills = [kill for outcome in made[1].outcomes for kill in outcome.kills.values()]
     assert all((kill.num_tokens is None) is not kill.found for kill in kills)
-    whole = SMOKE.num_prompts * SMOKE.num_positions * SMOKE.num_seeds
+    whole = SMALL.num_prompts * SMALL.num_positions * SMALL.num_seeds
     needed = {kill.num_tokens for kill in kills if kill.family is Family.LAW and kill.num_tokens}
     assert needed <= {whole >> halved for halved in range(5)}
     assert min(needed) < whole
@@ -92,7 +105,7 @@ def test_what_a_folder_holds_is_not_made_twice(made: tuple[Path, KillMatrix]) ->
     folder, _ = made
     samples = sorted(folder.glob("subjects/seed_ignored/samples/**/*.parquet"))
     before = [path.stat().st_mtime_ns for path in samples]
-    _, again = controls(options(folder, "seed_ignored"))
+    _, again = controls(dataclasses.replace(options(folder, "seed_ignored"), workers=1))
     assert [path.stat().st_mtime_ns for path in samples] == before
     assert by_name(again)["seed_ignored"].kills == by_name(made[1])["seed_ignored"].kills
 
@@ -123,6 +136,7 @@ FAULTS = [
 
 
 def test_a_fault_of_ones_own_is_measured_like_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SMOKE", dataclasses.replace(SMALL, num_prompts=2, num_positions=16, num_seeds=32))
     (tmp_path / "own_faults_of_a_test.py").write_text(OWN_FAULTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     own = options(tmp_path / "run", "rolled", "stumbling", faults_from=("own_faults_of_a_test",))

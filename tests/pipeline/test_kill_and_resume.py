@@ -13,14 +13,16 @@ import pytest
 RESULT_FILES = ("cells.parquet", "evidence.parquet", "verdict.json")
 
 
-def start(model: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable, "-m", "equivtest", "run", "--config", "topp95", "--budget", "smoke", "--model", str(model),
-        "--dtype", "float32", "--early-exit-layers", "2", "--run-dir", str(run_dir), "--no-confirm", "--threads", "1",
-        *more,
+def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
+    return [
+        "run", "--config", "topp95", "--budget", "smoke", "--model", str(model), "--dtype", "float32",
+        "--early-exit-layers", "2", "--run-dir", str(run_dir), "--no-confirm", "--threads", "1", *more,
     ]  # fmt: skip
+
+
+def start(model: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command,
+        [sys.executable, "-m", "equivtest", *arguments(model, run_dir, *more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -66,7 +68,7 @@ def test_a_run_killed_several_times_ends_in_the_same_bytes(
 ) -> None:
     run_dir = tmp_path / "run"
     first = True
-    for shards, extra_s in ((0, 1.5), (1, 0.0), (2, 0.05), (5, 0.1), (9, 0.0), (12, 0.01)):
+    for shards, extra_s in ((0, 1.5), (1, 0.0), (5, 0.1), (12, 0.01)):
         process = start(tiny_model_dir, run_dir, *([] if first else ["--resume"]))
         kill_when(process, run_dir, shards, extra_s)
         first = not (run_dir / "manifest.json").exists()
@@ -98,17 +100,15 @@ def test_an_interrupt_leaves_a_resumable_run_and_says_how(
     assert digests(run_dir) == digests(uninterrupted)
 
 
-def test_a_run_is_not_resumed_with_other_settings(tiny_model_dir: Path, uninterrupted: Path) -> None:
-    process = start(tiny_model_dir, uninterrupted, "--resume", "--epsilon", "0.3")
-    output, _ = process.communicate()
-    assert process.returncode == 2
-    assert "fingerprint" in output
+def test_a_run_is_not_resumed_with_other_settings(equivtest, tiny_model_dir: Path, uninterrupted: Path) -> None:
+    code, _, error = equivtest(*arguments(tiny_model_dir, uninterrupted, "--resume", "--epsilon", "0.3"))
+    assert code == 2
+    assert "fingerprint" in error
 
 
-def test_a_finished_run_is_not_overwritten(tiny_model_dir: Path, uninterrupted: Path) -> None:
+def test_a_finished_run_is_not_overwritten(equivtest, tiny_model_dir: Path, uninterrupted: Path) -> None:
     before = digests(uninterrupted)
-    process = start(tiny_model_dir, uninterrupted)
-    output, _ = process.communicate()
-    assert process.returncode == 2
-    assert "--resume" in output
+    code, _, error = equivtest(*arguments(tiny_model_dir, uninterrupted))
+    assert code == 2
+    assert "--resume" in error
     assert digests(uninterrupted) == before

@@ -80,7 +80,7 @@ def test_a_correct_server_is_equivalent_and_its_teeth_are_planted_in_the_recordi
     assert Manifest.read(correct.run_dir).protocol["planted"] == LIKELIEST_TOKEN
 
 
-def test_a_report_of_it_is_recomputed_to_the_same_bytes(correct: RunResult) -> None:
+def test_a_report_of_it_is_recomputed_to_the_same_bytes(page: None, correct: RunResult) -> None:
     outputs = ("cells.parquet", "evidence.parquet", "verdict.json", "report.html", "summary.md", "junit.xml")
     before = {name: (correct.run_dir / name).read_bytes() for name in outputs}
     reanalyse(correct.run_dir)

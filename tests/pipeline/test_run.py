@@ -58,9 +58,7 @@ def test_a_correct_decoder_is_equivalent(correct: RunResult) -> None:
     assert all(control.passed for control in verdict.controls)
 
 
-def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(
-    tmp_path: Path,
-) -> None:
+def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(page: None, tmp_path: Path) -> None:
     result = judge(tmp_path / "run", FakeEngine(on_epsilon=0.4))
     verdict = result.analysis.verdict
     assert (verdict.word, verdict.exit_code) == (Word.DIFFERENT, 1)
@@ -72,7 +70,7 @@ def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(
     assert "again on 256 fresh samples an arm" in "\n".join(verdict.reasons)
 
 
-def test_an_engine_without_a_law_is_judged_by_its_samples_alone(tmp_path: Path) -> None:
+def test_an_engine_without_a_law_is_judged_by_its_samples_alone(page: None, tmp_path: Path) -> None:
     right = judge(tmp_path / "right", FakeEngine(has_law=False)).analysis
     assert right.verdict.word is Word.EQUIVALENT
     assert {line.family for line in right.evidence} == {"marginal", "joint"}
@@ -86,7 +84,7 @@ def test_an_engine_without_a_law_is_judged_by_its_samples_alone(tmp_path: Path) 
 
 def test_a_bias_that_histograms_miss_is_found_against_the_law(tmp_path: Path) -> None:
     """At the gate's size, 65,536 tokens: a bias of .02 where the correct twin reads less than .008."""
-    found = judge(tmp_path / "wrong", FakeEngine(on_epsilon=0.02), budget="gate").analysis
+    found = judge(tmp_path / "wrong", FakeEngine(on_epsilon=0.02), budget="gate", confirm=False).analysis
     assert found.verdict.word is Word.DIFFERENT
     assert found.verdict.gate_of_record.passed
     [bias] = [line for line in found.evidence if (line.name, line.stratum) == ("bias", "on / topp95")]
@@ -132,7 +130,7 @@ def test_a_law_that_is_slightly_wrong_is_not_taken_for_a_fault_of_speculation(tm
     assert reporting.word is Word.INVALID
 
 
-def test_several_configs_are_recomputed_to_the_same_bytes_in_the_order_asked(tmp_path: Path) -> None:
+def test_several_configs_are_recomputed_to_the_same_bytes_in_the_order_asked(page: None, tmp_path: Path) -> None:
     run_dir = judge(tmp_path / "run", FakeEngine(), configs=("topp95", "topk50")).run_dir
     before = {name: (run_dir / name).read_bytes() for name in OUTPUTS}
     reanalyse(run_dir)
@@ -207,7 +205,7 @@ def test_a_sequential_run_needs_a_law(tmp_path: Path) -> None:
             judge(tmp_path / "run", engine, sequential=True, **judging)
 
 
-def test_samples_are_scored_once_and_a_lost_law_file_is_told(tmp_path: Path) -> None:
+def test_samples_are_scored_once_and_a_lost_law_file_is_told(page: None, tmp_path: Path) -> None:
     run_dir, scorer = tmp_path / "run", FakeScorer()
     judge(run_dir, FakeEngine(scorer=scorer))
     calls = scorer.num_calls
@@ -227,7 +225,7 @@ def test_without_confirmation_a_flag_counts_at_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / "samples").rglob("seeds=0064-0319.parquet"))
 
 
-def test_a_planted_fault_that_is_missed_makes_the_run_invalid(tmp_path: Path) -> None:
+def test_a_planted_fault_that_is_missed_makes_the_run_invalid(page: None, tmp_path: Path) -> None:
     result = judge(tmp_path / "run", FakeEngine(biased_epsilon=0.0))
     verdict = result.analysis.verdict
     assert (verdict.word, verdict.exit_code) == (Word.INVALID, 4)
@@ -240,12 +238,12 @@ def test_an_engine_that_drifts_between_calls_fails_its_a_a_control(tmp_path: Pat
     assert "A/A" in result.analysis.verdict.headline
 
 
-def test_an_engine_that_never_speculates_is_inconclusive(tmp_path: Path) -> None:
+def test_an_engine_that_never_speculates_is_inconclusive(page: None, tmp_path: Path) -> None:
     verdict = judge(tmp_path / "run", FakeEngine(speculates=False)).analysis.verdict
     assert (verdict.word, verdict.exit_code) == (Word.INCONCLUSIVE, 3)
 
 
-def test_every_output_is_written_and_recomputed_to_the_same_bytes(correct: RunResult) -> None:
+def test_every_output_is_written_and_recomputed_to_the_same_bytes(page: None, correct: RunResult) -> None:
     before = {name: (correct.run_dir / name).read_bytes() for name in OUTPUTS}
     for name in OUTPUTS:
         (correct.run_dir / name).unlink()
