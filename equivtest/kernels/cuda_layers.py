@@ -28,14 +28,12 @@ from equivtest.kernels.markov import STRIPES
 
 MAX_FEW_ROWS = 8
 """Up to so many rows of bfloat16 a product of any size is our own."""
-MAX_TILED_ROWS = 64
+MAX_STRIP_ROWS = 64
 """Up to so many rows one of a small matrix is."""
-MAX_TILED_WEIGHTS = 1 << 22
-"""Entries of a small matrix: of larger ones cuBLAS makes better use than our tiles."""
+MAX_STRIP_WEIGHTS = 1 << 22
+"""Entries of a small matrix: of larger ones cuBLAS makes better use for many rows."""
 MAX_MARKOV_HIDDEN = 8192
 """Entries of a hidden state that fit the shared memory of a kernel which asks for none beyond the usual."""
-_MAX_STAGED = 24_560
-"""Entries of few rows that fit a block's shared memory."""
 
 
 class WideResidual(NamedTuple):
@@ -279,8 +277,7 @@ def _is_own(x: Tensor, weight: Tensor) -> bool:
     rows, size = x.shape
     if weight.dtype != torch.bfloat16 or size % 8:
         return False
-    is_small = weight.numel() <= MAX_TILED_WEIGHTS and weight.shape[0] % 4 == 0
-    return rows <= MAX_TILED_ROWS if is_small else rows <= MAX_FEW_ROWS and rows * size <= _MAX_STAGED
+    return rows <= (MAX_STRIP_ROWS if weight.numel() <= MAX_STRIP_WEIGHTS else MAX_FEW_ROWS)
 
 
 def _is_bfloat16(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from equivtest.errors import InvalidKernelInput
-from equivtest.kernels.cuda_layers import CudaLayers
+from equivtest.kernels.cuda_layers import MAX_FEW_ROWS, MAX_STRIP_ROWS, MAX_STRIP_WEIGHTS, CudaLayers
 from equivtest.kernels.torch_layers import TorchLayers
 
 pytestmark = [
@@ -18,12 +18,11 @@ pytestmark = [
 
 EPS = 1e-5
 ROWS = (1, 2, 3, 5, 8, 9, 16, 40, 64, 200, 512, 520)
-# in_features, out_features: the matrices of SmolLM2-135M, some of Qwen3's, 8 rows that just fill shared memory, sums
-# that go round the stages twice or fill none, output counts that fill no block or tile, and an input that is not in
-# chunks of 8 numbers.
+# in_features, out_features: the matrices of SmolLM2-135M, some of Qwen3's, sums that take a warp several rounds or
+# leave most warps none, output counts that fill no block or strip, and an input that is not in chunks of 8 numbers.
 MATRICES = (
     *((576, 960), (576, 3072), (1536, 576), (2560, 6144), (9728, 2560), (2560, 19456), (3072, 1024), (3072, 5120)),
-    *((64, 16404), (40, 6), (136, 300), (8, 4), (36, 50)),
+    *((64, 16404), (40, 6), (136, 300), (8, 4), (24, 14), (36, 50)),
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 OPS = ("head", "rms_norm", "normed_linear", "normed_gate", "add_linear")
@@ -149,6 +148,22 @@ def test_many_additions_round_once_each_in_float32(layers: CudaLayers, rows: int
     for _ in range(20):
         narrow = TorchLayers().add_linear(narrow, x, TorchLayers().linear(weight))
     assert (narrow - expected).abs().max() > 0.1, "the twin: a bfloat16 stream is seen"
+
+
+@pytest.mark.parametrize("matrix", [(576, 960), (1536, 576), (2560, 6144)], ids=str)
+@pytest.mark.parametrize("op", ["normed_linear", "normed_gate", "add_linear"])
+def test_a_row_is_the_same_to_the_last_bit_in_any_number_of_rows(
+    layers: CudaLayers, op: str, matrix: tuple[int, int]
+) -> None:
+    """From two rows on, and as far as a product of that matrix is our own."""
+    most = MAX_STRIP_ROWS if matrix[0] * matrix[1] <= MAX_STRIP_WEIGHTS else MAX_FEW_ROWS
+    many = operands(most, *matrix, torch.bfloat16)
+    whole = run(layers, op, many)
+    for rows in {2, 3, 8, 9, 17, 33, 40, most} & set(range(most + 1)):
+        few = {name: value if name in ("norm", "weight") else value[:rows] for name, value in many.items()}
+        assert torch.equal(run(layers, op, few), whole[:rows]), rows
+    other = many | {"x": many["x"].roll(1, dims=0)}
+    assert not torch.equal(run(layers, op, other), whole), "the twin: another row is seen"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8])
