@@ -6,11 +6,10 @@
 //   gate       SwiGLU: silu of the first half of the outputs times the second half
 //   residual   the result is added to the float32 residual stream, and a bfloat16 copy of that is kept
 //
-// One row: `one_row`, on the CUDA cores, a warp an output. More: `strips`, on the tensor cores (mma.sync m16n8k16), a
-// block 16 rows of the matrix, its warps sharing the sum. Both are bound by latency for the matrices of a small model:
-// weights, which no kernel writes, go straight to registers and are there before the predecessor has ended, and after it
-// one read of x lies between a block and its products. A row's result does not depend on how many others there are, to
-// the last bit, from two on.
+// All on the tensor cores (mma.sync m16n8k16), a block 16 rows of the matrix, its warps sharing the sum. For a small
+// model's matrices that is bound by latency: weights, which no kernel writes, go straight to registers and are there
+// before the predecessor has ended, and after it one read of x lies between a block and its products. A row's result
+// does not depend on how many others there are, to the last bit.
 
 #include "launch.cuh"
 
@@ -47,89 +46,12 @@ __device__ __forceinline__ float squared(const uint4& chunk, float before) {
   return before;
 }
 
-
-// A warp computes kOuts products for the one row: of adjacent outputs, or of kOuts / 2 gates and their ups. It reads x for
-// itself.
-template <int kOuts, bool kGate, int kWarps>
-__global__ void __launch_bounds__(32 * kWarps) one_row(const Product call) {
-  constexpr int kOutputs = kGate ? kOuts / 2 : kOuts;
-  constexpr int kAhead = kOuts > 2 ? 2 : kOuts > 1 ? 4 : 6;  // chunks of a weight row that a lane has on their way
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int num_chunks = call.in_features / 8;
-  const int first = (static_cast<int>(blockIdx.x) * kWarps + warp) * kOutputs;
-  const uint4* rows[kOuts];
-#pragma unroll
-  for (int i = 0; i < kOuts; ++i) {
-    const int output = min(first + i % kOutputs, call.out_features - 1);
-    const int row = output + (kGate ? i / kOutputs * call.out_features : 0);
-    rows[i] = reinterpret_cast<const uint4*>(call.weight) + static_cast<int64_t>(row) * num_chunks;
-  }
-  const auto* const x = reinterpret_cast<const uint4*>(call.x);
-  const auto none = make_uint4(0, 0, 0, 0);
-  allow_next_launch();
-  uint4 w[kAhead][kOuts];
-  const auto load = [&](int start) {
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-#pragma unroll
-      for (int i = 0; i < kOuts; ++i) w[a][i] = start + 32 * a < num_chunks ? __ldg(rows[i] + start + 32 * a) : none;
-    }
-  };
-  load(lane);
-#pragma unroll
-  for (int i = 0; i < kOuts; ++i)  // a line of 128 bytes is 8 chunks
-    for (int c = 32 * kAhead + 8 * lane; c < num_chunks; c += 8 * 32)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(rows[i] + c));
-  wait_for_previous();
-
-  float sums[kOuts] = {}, squares = 0;
-  for (int start = lane; start < num_chunks; start += 32 * kAhead) {
-    uint4 chunks[kAhead];
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) chunks[a] = start + 32 * a < num_chunks ? x[start + 32 * a] : none;
-#pragma unroll
-    for (int a = 0; a < kAhead; ++a) {
-      if (start + 32 * a >= num_chunks) break;
-      float values[8];
-      unpack(chunks[a], values);
-      squares = squared(chunks[a], squares);
-#pragma unroll
-      for (int i = 0; i < kOuts; ++i) {
-        float weights[8];
-        unpack(w[a][i], weights);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sums[i] += weights[e] * values[e];
-      }
-    }
-    if (start + 32 * kAhead - lane < num_chunks) load(start + 32 * kAhead);
-  }
-  const float scale = inverse_rms(call, warp_sum(squares));
-#pragma unroll
-  for (int i = 0; i < kOuts; ++i) sums[i] = warp_sum(sums[i]) * scale;
-#pragma unroll
-  for (int i = 0; i < kOutputs; ++i) {
-    const int at = first + i;
-    if (lane != i || at >= call.out_features) continue;
-    float y = sums[i];
-    if constexpr (kGate) y = rounded<bf16>(silu(rounded<bf16>(y))) * rounded<bf16>(sums[kOutputs + i]);
-    if (call.residual != nullptr) call.residual[at] = y += call.residual[at];
-    call.out[at] = from_float<bf16>(y);
-  }
-}
-
-template <int kOuts, bool kGate, int kWarps>
-const char* launch_one_row(const Product& call, void* stream) {
-  constexpr int kPerBlock = kWarps * (kGate ? kOuts / 2 : kOuts);
-  const dim3 grid((call.out_features + kPerBlock - 1) / kPerBlock);
-  return launch(one_row<kOuts, kGate, kWarps>, grid, 32 * kWarps, 0, stream, call);
-}
-
 constexpr int kStrip = 16;  // rows of the matrix
 constexpr int kStride = 4;  // chunks of 8 inputs that a warp multiplies at a time, one by each of the lanes of a row
 
 // Rows go through in tiles of 8, outputs in strips of 16: for a gate 8 gates and their ups. Warp w has the w-th part of
 // the sum, of all of them. A lane reads 16 bytes of two rows of the matrix and of one row of x and has with them its
-// registers of two products of 16 x 8 x 16: the order of the inputs within 32 is not theirs, but it is the same for both.
+// registers of two products of 16 x 8 x 16: the order of the inputs within 32 is another, but the same for both.
 template <int kTiles, int kAhead, bool kGate, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) strips(const Product call) {
   constexpr int kRows = 8 * kTiles, kThreads = 32 * kWarps;
@@ -182,6 +104,7 @@ __global__ void __launch_bounds__(32 * kWarps) strips(const Product call) {
     }
   }
 
+  const auto* const rows = reinterpret_cast<const uint4*>(call.x);
   float c[kTiles][4] = {}, sums[kTiles] = {};
   for (int start = begin; start < end; start += kAhead) {
     uint4 x[kAhead][kTiles];
@@ -192,7 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps) strips(const Product call) {
       for (int j = 0; j < kTiles; ++j) {
         const int row = first_row + 8 * j + row_of_lane;
         const bool is_there = start + a < end && chunk < num_chunks && row < call.num_rows;
-        x[a][j] = is_there ? reinterpret_cast<const uint4*>(call.x)[static_cast<int64_t>(row) * num_chunks + chunk] : none;
+        x[a][j] = is_there ? rows[static_cast<int64_t>(row) * num_chunks + chunk] : none;
       }
     }
 #pragma unroll
@@ -239,33 +162,47 @@ __global__ void __launch_bounds__(32 * kWarps) strips(const Product call) {
   }
 }
 
-template <int kTiles, int kAhead, bool kGate, int kWarps>
-const char* launch_strips(const Product& call, void* stream) {
-  constexpr int kOutputs = kGate ? kStrip / 2 : kStrip;
-  const dim3 grid((call.out_features + kOutputs - 1) / kOutputs, (call.num_rows + 8 * kTiles - 1) / (8 * kTiles));
-  return launch(strips<kTiles, kAhead, kGate, kWarps>, grid, 32 * kWarps, 0, stream, call);
-}
-
-// By how many steps a warp has: all that it reads of a small model's matrix is on its way at once. The parts of a sum are
-// the same for every number of rows.
 template <int kTiles, bool kGate>
-const char* launch_strips(const Product& call, void* stream) {
-  const int num_steps = (call.in_features + 8 * kStride - 1) / (8 * kStride);
-  if (num_steps <= 4 * 6) return launch_strips<kTiles, 3, kGate, 6>(call, stream);
-  return launch_strips<kTiles, 3, kGate, 16>(call, stream);
+dim3 grid_of(const Product& call) {
+  constexpr int kOutputs = kGate ? kStrip / 2 : kStrip;
+  return dim3((call.out_features + kOutputs - 1) / kOutputs, (call.num_rows + 8 * kTiles - 1) / (8 * kTiles));
 }
 
-// The most rows a block that still keep most of a device's processors busy: each block reads its strip for itself.
-template <bool kGate>
+// Whether all blocks are on the device at once.
+template <int kTiles, int kAhead, bool kGate, int kWarps>
+bool is_one_wave(const Product& call) {
+  static const int at_once = [] {
+    int each = 0;
+    const auto error =
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, strips<kTiles, kAhead, kGate, kWarps>, 32 * kWarps, 0);
+    return error == cudaSuccess ? each * device_attribute(cudaDevAttrMultiProcessorCount) : 0;
+  }();
+  const dim3 grid = grid_of<kTiles, kGate>(call);
+  return static_cast<int>(grid.x * grid.y) <= at_once;
+}
+
+template <int kTiles, int kAhead, bool kGate, int kWarps>
+const char* launch_tiles(const Product& call, void* stream) {
+  return launch(strips<kTiles, kAhead, kGate, kWarps>, grid_of<kTiles, kGate>(call), 32 * kWarps, 0, stream, call);
+}
+
+// Each block reads its strip for itself, so few tiles make many reads, and many tiles a long wait: the fewest that make
+// one wave of blocks, and two where none do.
+template <int kAhead, bool kGate, int kWarps>
 const char* launch_strips(const Product& call, void* stream) {
-  constexpr int kEnoughBlocks = 100, kOutputs = kGate ? kStrip / 2 : kStrip;
-  const auto suits = [&](int tiles) {
-    const int blocks = (call.out_features + kOutputs - 1) / kOutputs * ((call.num_rows + 8 * tiles - 1) / (8 * tiles));
-    return call.num_rows > 4 * tiles && blocks >= kEnoughBlocks;
-  };
-  if (suits(4)) return launch_strips<4, kGate>(call, stream);
-  if (suits(2)) return launch_strips<2, kGate>(call, stream);
-  return launch_strips<1, kGate>(call, stream);
+  const bool is_single = call.num_rows <= 8 || is_one_wave<1, kAhead, kGate, kWarps>(call);
+  if (is_single) return launch_tiles<1, kAhead, kGate, kWarps>(call, stream);
+  const bool is_double = is_one_wave<2, kAhead, kGate, kWarps>(call) || !is_one_wave<4, kAhead, kGate, kWarps>(call);
+  if (is_double) return launch_tiles<2, kAhead, kGate, kWarps>(call, stream);
+  return launch_tiles<4, kAhead, kGate, kWarps>(call, stream);
+}
+
+// All that a warp reads of a small model's matrix is on its way at once. How the sum is shared depends on the matrix
+// alone.
+template <bool kGate>
+const char* launch_product(const Product& call, void* stream) {
+  const bool is_short = call.in_features <= 9 * 2 * 8 * kStride;
+  return is_short ? launch_strips<2, kGate, 9>(call, stream) : launch_strips<4, kGate, 12>(call, stream);
 }
 
 }  // namespace
@@ -287,11 +224,5 @@ extern "C" const char* equivtest_product(const void* x, const void* weight, void
       static_cast<float>(eps),
   };
   if (in_features % 8) return "a product needs whole chunks";
-  if (num_rows > 1) return is_gate ? launch_strips<true>(call, stream) : launch_strips<false>(call, stream);
-  // Small matrices need every warp that there is; large ones a wave or two of blocks.
-  constexpr int64_t kManyOutputs = 8192;
-  if (is_gate) return out_features < kManyOutputs ? launch_one_row<2, true, 4>(call, stream)
-                                                  : launch_one_row<4, true, 8>(call, stream);
-  return out_features < kManyOutputs ? launch_one_row<1, false, 4>(call, stream)
-                                     : launch_one_row<4, false, 8>(call, stream);
+  return is_gate ? launch_product<true>(call, stream) : launch_product<false>(call, stream);
 }
