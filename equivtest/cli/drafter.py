@@ -88,7 +88,7 @@ def _target_options(function: Any) -> Any:
     "--start-from",
     type=click.Path(exists=True, file_okay=False),
     default=None,
-    help="Folder of a trained drafter of this shape whose weights are the first.",
+    help="Folder of a trained drafter of this shape, or of fewer layers, whose weights are the first.",
 )
 @click.option("--steps", type=int, default=None, help="Optimiser steps; default: 2000, or as many as --minutes allows.")
 @click.option("--minutes", type=float, default=None, help="Time for training, to which its schedule is fitted.")
@@ -105,6 +105,13 @@ def _target_options(function: Any) -> Any:
     default=0.5,
     show_default=True,
     help="Share of a slot's weight that counts only where all drafts before it are the text's.",
+)
+@click.option(
+    "--kept-share",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Share of the loss that is the drafts not kept of a block drawn at T .8 top_p .95.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of text, weights and draws.")
 @click.option("--compile", is_flag=True, help="Compile the network with torch.compile.")

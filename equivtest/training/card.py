@@ -35,7 +35,9 @@ def card(record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str
     mix = ", ".join(f"{count:,} {name}" for name, count in texts["by_config"].items())
     given = f"; a share of {text['prompts_share']:g} asks {text['prompts']}" if text["prompts"] else ""
     commit = f"{code['git_commit'] or 'unknown'}{' with changes' if code['git_dirty'] else ''}"
-    begun, markov = "", ""
+    begun, markov, kept = "", "", ""
+    if share := loop.get("kept_share"):
+        kept = f"; a share of {share:g} of the loss is the drafts not kept of a block drawn at T .8 top_p .95"
     if start := options["network"].get("start_from"):
         begun = f"; begun from the weights of `{start}`"
     if network.get("markov_head"):
@@ -55,7 +57,7 @@ def card(record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> str
         f"**Training**: {record['steps']:,} steps of {loop['batch_texts']} texts with {loop['num_anchors']} blocks "
         f"each, in {record['seconds']:,.0f} s. AdamW, peak rate {loop['rate']:g}, warm-up {loop['warm_up']:.0%}, cosine"
         f" to zero; cross entropy of the target's next tokens, slots weighted by exp(-k / {loop['gamma']:g}), a share "
-        f"of {loop['soft_share']:g} of it against the target's law{begun}. At the end the loss was "
+        f"of {loop['soft_share']:g} of it against the target's law{kept}{begun}. At the end the loss was "
         f"{record['last']['loss']:.3f} nats a draft, and {record['last']['accepted']:.2f} drafts of a block were the "
         "text's (`loss.png`, `loss.jsonl`).",
         f"**Seeds**: text {text['seed']}, weights and draws {loop['seed']}.",

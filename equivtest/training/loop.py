@@ -18,8 +18,9 @@ from torch import Tensor
 from equivtest.decoder.drafters.dflash_network import DFlashNetwork
 from equivtest.errors import RunMismatch, UnsupportedModel
 from equivtest.files import atomic_file
+from equivtest.protocol.configs import CONFIGS
 from equivtest.training.lessons import Blocks, Lessons
-from equivtest.training.loss import head_loss, slot_weights
+from equivtest.training.loss import Kept, head_loss, slot_weights
 from equivtest.training.options import LoopOptions
 from equivtest.training.target import Target
 from equivtest.training.watch import Watcher
@@ -149,14 +150,15 @@ class Loop:
             behind = self.network.behind(hidden, self._target.embed(previous))
         predictions = hidden if behind is hidden else torch.where(self._knows_before(hidden), behind, hidden)
         ids, probs = label_laws(blocks, self.options.soft_share)
-        weights = self._weights / blocks.next_ids.numel()
+        share, num_drafts = self.options.kept_share, blocks.next_ids.numel()
         found = head_loss(
             predictions.flatten(0, 1),
             self._target.head,
             ids.flatten(0, 1),
             probs.flatten(0, 1),
-            weights,
+            self._weights * (1 - share) / num_drafts,
             self.options.reach_share,
+            kept_law(blocks, share / num_drafts) if share else None,
         )
         shape = blocks.next_ids.shape
         return found.losses.view(shape), found.drafts.view(shape) == blocks.next_ids, found.total
@@ -204,6 +206,16 @@ def label_laws(blocks: Blocks, soft_share: float) -> tuple[Tensor, Tensor]:
     ids = torch.cat([blocks.next_ids[..., None], law_ids.long()], dim=-1)
     hard = torch.full_like(law_probs[..., :1], 1 - soft_share)
     return ids, torch.cat([hard, soft_share * law_probs], dim=-1)
+
+
+def kept_law(blocks: Blocks, weight: float) -> Kept:
+    """What a request at T .8 top_p .95 draws from, of the B * N blocks: see `equivtest.training.loss.Kept`."""
+    ids, probs = (column.flatten(0, 1) for column in blocks.laws)
+    asked = CONFIGS["topp95"]
+    sharp = (probs.float().clamp_min(torch.finfo(torch.float32).tiny).log() / asked.temperature).softmax(dim=-1)
+    before = sharp.cumsum(dim=-1) - sharp  # the likeliest come first
+    sharp = torch.where(before < asked.top_p, sharp, 0.0)
+    return Kept(ids.long(), sharp / sharp.sum(dim=-1, keepdim=True), asked.temperature, weight)
 
 
 def schedule(progress: float, warm_up: float) -> float:

@@ -57,7 +57,8 @@ class NetworkOptions:
     markov_head: bool = True
     """Whether a draft depends on the one before it."""
     start_from: str | None = None
-    """Folder of a drafter of this shape whose weights are the first; a Markov head that it lacks begins afresh."""
+    """Folder of a drafter of this shape whose weights are the first; a Markov head or last layers that it lacks begin
+    as if they were not there."""
 
     def __post_init__(self) -> None:
         _require_at_least("num_layers", self.num_layers, 1)
@@ -90,6 +91,9 @@ class LoopOptions:
     """Share of the loss whose labels are the target's law instead of the token that it drew."""
     reach_share: float = 0.5
     """Share of a slot's weight that counts only where all drafts before it are the text's."""
+    kept_share: float = 0.0
+    """Share of the loss that is the drafts of a block that the chain rule does not keep, of drafts drawn at T .8
+    top_p .95. For a drafter that knows the law roughly already: where q has nothing, there is nothing to pull at."""
     known_share: float = 0.75
     """Share of the later slots that a Markov head lets know the token before them."""
     seed: int = 0
@@ -112,7 +116,7 @@ class LoopOptions:
         for name in ("rate", "max_norm", "gamma"):
             if not getattr(self, name) > 0:
                 raise InvalidSetting(name, getattr(self, name), "must be above 0")
-        for name in ("warm_up", "soft_share", "reach_share", "known_share"):
+        for name in ("warm_up", "soft_share", "reach_share", "kept_share", "known_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InvalidSetting(name, getattr(self, name), "must be between 0 and 1")
 

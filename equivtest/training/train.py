@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -40,6 +40,9 @@ from equivtest.training.options import TextOptions as TextOptions
 from equivtest.training.target import Target
 from equivtest.training.text import HELD_OUT_FILE, describe_texts, read_held_out, read_texts, sample_texts
 from equivtest.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from equivtest.decoder.drafters.dflash_layers import Layer
 
 WORK = "work"
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -212,13 +215,19 @@ def new_network(config: DFlashConfig, checkpoint: Checkpoint, seed: int) -> DFla
 
 
 def start_from(network: DFlashNetwork, folder: Path) -> None:
-    """Give the network the weights of a trained one. Raises UnsupportedModel unless they are of the same shape and
-    convention; a Markov head that the trained one lacks is left as it is."""
+    """Give the network the weights of a trained one, which then drafts the same.
+
+    Its last layers may be more than the trained one has, and it may have a Markov head that the other lacks: these
+    begin as if they were not there. Raises UnsupportedModel where the two differ in anything else.
+    """
     trained = DFlashNetwork.load(folder)
     own, other = asdict(network.config), asdict(trained.config)
     for name, value in own.items():
-        if other[name] != value and not (name == "markov_head" and value):
+        may_grow = name in ("markov_head", "num_layers") and value > other[name]
+        if other[name] != value and not may_grow:
             raise UnsupportedModel(str(folder), f"{name} = {other[name]!r}: training asks for {value!r}")
+    for layer in network.layers[len(trained.layers) :]:
+        cast("Layer", layer).begin_as_none()
     network.load_state_dict(trained.state_dict(), strict=False)
 
 

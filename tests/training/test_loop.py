@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 from equivtest.decoder.drafters.dflash_network import DFlashConfig, DFlashNetwork
 from equivtest.decoder.weights import Checkpoint
 from equivtest.errors import RunMismatch, UnsupportedModel
+from equivtest.kernels.contract import RowParams
+from equivtest.kernels.registry import get_backend
+from equivtest.protocol.configs import CONFIGS
 from equivtest.training import loop as module
 from equivtest.training.lessons import Lessons
 from equivtest.training.loop import Loop, schedule
@@ -46,6 +50,43 @@ def test_the_loss_falls(make) -> None:
     losses = [entry.loss for entry in loop.log]
     assert losses[2] < losses[1] < losses[0] - 1
     assert loop.log[2].rate < loop.log[0].rate < OPTIONS.rate
+
+
+def test_the_law_of_kept_drafts_is_what_a_request_draws_from(make) -> None:
+    """T .8 top_p .95 of the house, of the labels' tokens: the reference backend says what that is."""
+    loop = make()
+    blocks = loop._lessons.draw(4, 4, torch.Generator().manual_seed(0))
+    kept = module.kept_law(blocks, 0.5)
+    logits = blocks.laws.probs.float().clamp_min(1e-30).log().flatten(0, 2)
+    rows = RowParams.of([CONFIGS["topp95"]] * len(logits), logits.device)
+    law = get_backend("reference").verify_probs(logits, rows, out=torch.empty_like(logits))
+    torch.testing.assert_close(kept.probs.flatten(0, 1), law, atol=1e-6, rtol=1e-5)
+    assert (kept.probs == 0).any(), "and the nucleus leaves something out"
+    assert kept.temperature == 0.8
+
+
+def test_a_drafter_is_taught_to_keep_more_of_what_it_draws(make) -> None:
+    """By that part of the loss alone, from where cross entropy has brought it; the labels of another place do not."""
+    begun = make(dataclasses.replace(OPTIONS, steps=60, report_steps=20))
+    begun.run(lambda: None, Silent())
+    blocks = begun._lessons.draw(16, 8, torch.Generator().manual_seed(1))
+    rates = []
+    for fault in (False, True):
+        loop = make(dataclasses.replace(OPTIONS, steps=60, report_steps=20, kept_share=1.0, rate=1e-3, seed=5))
+        loop.network.load_state_dict(begun.network.state_dict())
+        if fault:
+            draw = loop._lessons.draw
+
+            def elsewhere(*args, draw=draw):
+                made = draw(*args)
+                return made._replace(laws=type(made.laws)(*(column.roll(1, dims=2) for column in made.laws)))
+
+            loop._lessons = SimpleNamespace(draw=elsewhere)
+        before = loop._loss(blocks)[2].item()
+        loop.run(lambda: None, Silent())
+        rates.append(before - loop._loss(blocks)[2].item())
+    assert rates[0] > 0.02
+    assert rates[1] < 0
 
 
 def test_an_interrupted_run_ends_in_the_weights_of_one_that_was_not(make, tmp_path: Path) -> None:

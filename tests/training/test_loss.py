@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equivtest.training import loss as module
-from equivtest.training.loss import head_loss, reached, slot_weights
+from equivtest.training.loss import Kept, head_loss, reached, slot_weights
 
 BLOCKS, SLOTS = 8, 3
 
@@ -47,6 +47,63 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(
     torch.testing.assert_close(found.losses, losses.detach(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.total, (losses * each).sum(), atol=1e-5, rtol=1e-5)
     assert torch.equal(found.drafts, logits.argmax(dim=-1))
+
+
+def kept_of(weight: float = 0.3, temperature: float = 0.8) -> Kept:
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.stack([torch.randperm(50, generator=generator)[:6] for _ in range(BLOCKS * SLOTS)])
+    probs = torch.rand(BLOCKS, SLOTS, 6, generator=generator)
+    probs[..., 4:] = 0  # a nucleus
+    return Kept(ids.view(BLOCKS, SLOTS, 6), probs / probs.sum(dim=-1, keepdim=True), temperature, weight)
+
+
+def not_kept(logits: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Drafts of a block less those that the chain rule keeps on average, over all blocks, token by token."""
+    laws = (logits / kept.temperature).softmax(dim=-1)
+    lost = torch.zeros(())
+    for block in range(BLOCKS):
+        reach = torch.ones(())
+        for slot in range(SLOTS):
+            wanted = torch.zeros(50).scatter(0, kept.token_ids[block, slot], kept.probs[block, slot])
+            reach = reach * torch.minimum(laws[block, slot], wanted).sum()
+            lost = lost + 1 - reach
+    return lost
+
+
+@pytest.mark.parametrize("chunk_entries", [1, 50 * 7, 1 << 28])
+def test_the_part_for_kept_drafts_and_its_gradient_are_autograds(
+    chunk_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the cross entropy, of which the plain loss knows the gradient."""
+    monkeypatch.setattr(module, "_CHUNK_ENTRIES", chunk_entries)
+    hidden, head, ids, probs, weights = inputs()
+    kept = kept_of()
+    found = head_loss(hidden, head, ids, probs, weights, 0.7, kept)
+    found.total.backward()
+    ours, hidden.grad = hidden.grad, None
+    plain = head_loss(hidden, head, ids, probs, weights, 0.7)
+    lost = not_kept(hidden @ head.T, kept)
+    (plain.total + kept.weight * lost).backward()
+    torch.testing.assert_close(ours, hidden.grad, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.total, plain.total + kept.weight * lost)
+    assert torch.equal(found.losses, plain.losses)
+    assert 0.1 < float(lost.detach()) / (BLOCKS * SLOTS) < 0.999
+
+
+def test_descent_along_it_keeps_more_drafts_than_along_another_law() -> None:
+    """The twin: the gradient for other tokens' laws keeps fewer."""
+    kept, rates = kept_of(), []
+    for shift in (0, 7):
+        hidden, head, ids, probs, weights = inputs()
+        asked = kept._replace(token_ids=(kept.token_ids + shift) % 50)
+        for _ in range(400):
+            hidden.grad = None
+            head_loss(hidden, head, ids, probs, 0 * weights, 0.0, asked).total.backward()
+            hidden = (hidden.detach() - 2 * hidden.grad).requires_grad_()
+        with torch.no_grad():
+            rates.append(1 - float(not_kept(hidden @ head.T, kept)) / (BLOCKS * SLOTS))
+    assert rates[0] > 0.15
+    assert rates[1] < 0.05
 
 
 def test_a_slot_is_reached_when_all_before_it_are_hits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -19,7 +20,7 @@ from equivtest.engines.decoder import DecoderEngine
 from equivtest.errors import InvalidSetting, RunExists, RunMismatch, RunNotFound, UnsupportedModel
 from equivtest.training.chat_frame import ChatFrame
 from equivtest.training.options import LoopOptions, NetworkOptions, TextOptions
-from equivtest.training.train import network_config, spread_layers, unused_token
+from equivtest.training.train import network_config, new_network, spread_layers, start_from, unused_token
 
 SMALL = (
     "--model", "tiny", "--dtype", "float32", "--threads", "1", "--texts", "24", "--text-length", "64", "--steps", "6",
@@ -52,6 +53,55 @@ def test_one_command_leaves_a_drafter_and_its_card(made: tuple) -> None:
     assert DFlashNetwork.load(folder).config == DFlashConfig.from_json(folder)
     assert "| held_out | topk50 |" in ended.stdout
     assert "step 6" in ended.stderr
+
+
+@pytest.fixture
+def trained(config: DFlashConfig, checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A drafter without a Markov head whose weights are all different from those of a fresh one."""
+    network = new_network(dataclasses.replace(config, markov_head=False), checkpoint, 1)
+    network.save(tmp_path / "trained", torch.float32)
+    return tmp_path / "trained"
+
+
+@pytest.mark.parametrize("grown", [{}, {"num_layers": 3}, {"num_layers": 2, "markov_head": True}])
+def test_a_drafter_that_starts_from_another_drafts_the_same(
+    grown: dict, trained: Path, config: DFlashConfig, checkpoint: Checkpoint
+) -> None:
+    """The twin: without the weights of that, or with layers that do not begin as none, it does not."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(1, 9, config.feature_size, generator=generator)
+    fed = torch.randn(1, 2, config.block_size, config.hidden_size, generator=generator)
+    lens, head = torch.tensor([[3, 9]]), torch.randn(50, config.hidden_size, generator=generator)
+    embedding = torch.randn(50, config.hidden_size, generator=generator)
+
+    def drafts(network: DFlashNetwork) -> torch.Tensor:
+        hidden = network(features, fed, lens)
+        return network.behind(hidden, embedding[:1].expand_as(hidden)) @ head.T
+
+    network = new_network(dataclasses.replace(config, **{"markov_head": False, **grown}), checkpoint, 2)
+    fresh = drafts(network)
+    start_from(network, trained)
+    expected = drafts(DFlashNetwork.load(trained))
+    torch.testing.assert_close(drafts(network), expected)
+    assert (fresh - expected).abs().max() > 0.1
+    if "num_layers" in grown:
+        torch.nn.init.normal_(network.layers[-1].mlp.down_proj.weight)
+        assert (drafts(network) - expected).abs().max() > 0.1
+    assert not any(weight.requires_grad is False for weight in network.parameters())
+
+
+@pytest.mark.parametrize("other", [{"block_size": 5}, {"num_layers": 0}])
+def test_a_drafter_of_another_shape_is_no_start(
+    other: dict, trained: Path, config: DFlashConfig, checkpoint: Checkpoint
+) -> None:
+    """And one of more layers is none for one of fewer."""
+    shape = dataclasses.replace(config, **other) if "num_layers" not in other else config
+    if "num_layers" in other:
+        grown = new_network(dataclasses.replace(config, num_layers=2), checkpoint, 1)
+        grown.save(trained.with_name("deeper"), torch.float32)
+        trained = trained.with_name("deeper")
+    with pytest.raises(UnsupportedModel, match="training asks for"):
+        start_from(new_network(shape, checkpoint, 2), trained)
 
 
 def test_the_card_says_how_it_was_made_and_how_well_it_drafts(made: tuple) -> None:

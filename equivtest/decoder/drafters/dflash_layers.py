@@ -76,6 +76,11 @@ class Layer(nn.Module):
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
+    def begin_as_none(self) -> None:
+        """Leave the rows as they are, until training changes that."""
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
 
 class MarkovHead(nn.Module):
     """Makes a draft depend on the one before it, of which a block that is filled at once knows nothing.
