@@ -151,20 +151,25 @@ def _dflash(folder: Path) -> Iterator[Figure]:
         yield at_least(
             f"dflash, drafts accepted a round at c1, {sampling}", limit, row.get("accepted_per_round"), "tokens"
         )
+    rounds = folder / "rounds.json"
     for sampling in _ACCEPTED:
         for count in (1, 8, 16):
-            row = _row(path, concurrency=count, sampling=sampling, spec="on")
+            keys = {"concurrency": count, "sampling": sampling}
             limit = 1.3 if count == 1 and sampling != "greedy" else 1.0
-            claim = (
-                f"dflash, TPOT of spec-off over spec-on, c{count}, {sampling}, draft_len {row.get('draft_len', '?')}"
-            )
+            row = _row(path, spec="on", **keys)
+            where = f"c{count}, {sampling}"
+            claim = f"dflash, TPOT of spec-off over spec-on, {where}, draft_len {row.get('draft_len', '?')}"
             yield at_least(claim, limit, row.get("speedup"), "times")
+            row = _row(rounds, best=True, **keys)
+            speedup = row["plain_ms"] / row["token_ms"] if row else None
+            claim = f"the same of the device's time alone, {where}, draft_len {row.get('draft_len', '?')}"
+            yield at_least(claim, limit, speedup, "times")
     mixed = {"batch": "4 greedy + 4 sampled", "spec": "on"}
     greedy, sampled = (_row(folder / "mixed-dflash.json", requests=sampling, **mixed) for sampling in _ACCEPTED)
     claim = "dflash, mixed batch of 8: greedy TPOT over that of 8 greedy"
     yield at_most(claim, 1.0 + _NOISE, greedy.get("against_alone"), "times")
     yield at_least("dflash, mixed batch of 8: sampled, spec-off over spec-on", 1.0, sampled.get("speedup"), "times")
-    rows = [row for row in _read(folder / "rounds.json").get("rows", []) if row["best"]]
+    rows = [row for row in _read(rounds).get("rows", []) if row["best"]]
     texts = [
         f"c{r['concurrency']} {r['sampling']} K {r['draft_len']}: plain {r['plain_ms']:.2f}, "
         f"verify {r['verify_ms']:.2f}, draft {r['draft_ms']:.2f}, a token {r['token_ms']:.2f} ms"

@@ -113,8 +113,8 @@ SAMPLING = ("greedy", "T .8 top_p .95")
 @pytest.mark.parametrize(
     ("speedup", "accepted", "alone", "word", "expected"),
     [
-        (1.31, 2.1, 1.04, "equivalent", [True] * 10 + [None] + [True] * 6),
-        (0.99, 1.4, 1.06, "invalid", [False] * 10 + [None] + [False, True, True] * 2),
+        (1.31, 2.1, 1.04, "equivalent", [True] * 16 + [None] + [True] * 6),
+        (0.99, 1.4, 1.06, "invalid", [False] * 16 + [None] + [False, True, True] * 2),
     ],
 )
 def test_what_is_wanted_of_the_drafter(
@@ -126,19 +126,34 @@ def test_what_is_wanted_of_the_drafter(
     write(tmp_path / "tpot-dflash.json", rows)
     mixed = [{"batch": "4 greedy + 4 sampled", "requests": s, "against_alone": alone, **on} for s in SAMPLING]
     write(tmp_path / "mixed-dflash.json", mixed)
-    timed = {"concurrency": 1, "sampling": "greedy", "draft_len": 5, "plain_ms": 0.4, "verify_ms": 0.5, "draft_ms": 0.1}
-    write(tmp_path / "rounds.json", [{**timed, "token_ms": 0.3, "best": True}])
+    write(tmp_path / "rounds.json", timed_rounds(speedup))
     for rule in ("chain", "match"):
         write(tmp_path / f"gate-dflash-{rule}" / "verdict.json", [], verdict=word, controls=controls(True, True))
     assert held(tmp_path, "dflash") == expected
 
 
-def test_the_length_of_the_first_load_alone_must_pay_by_more(tmp_path: Path) -> None:
+def timed_rounds(speedup: float) -> list[dict]:
+    """As fast as asked at the length that pays best; at the other ten times that."""
+    stages = {"plain_ms": 0.4, "verify_ms": 0.5, "draft_ms": 0.1}
+    return [
+        {"concurrency": c, "sampling": s, "draft_len": length, **stages, "token_ms": 0.4 / ratio, "best": length == 5}
+        for c in (1, 8, 16)
+        for s in SAMPLING
+        for length, ratio in ((3, 10 * speedup), (5, speedup))
+    ]
+
+
+def test_sampled_requests_alone_must_gain_more_and_one_at_a_time(tmp_path: Path) -> None:
+    """As served and of the device's time, each by its own file."""
     row = {"spec": "on", "speedup": 1.1, "accepted_per_round": 2.0, "draft_len": 5}
     write(
         tmp_path / "tpot-dflash.json", [{"concurrency": c, "sampling": s, **row} for c in (1, 8, 16) for s in SAMPLING]
     )
-    assert held(tmp_path, "dflash")[2:8] == [True] * 3 + [False, True, True]
+    expected = [True] * 3 + [False, True, True]
+    assert held(tmp_path, "dflash")[2:14:2] == expected
+    assert held(tmp_path, "dflash")[3:14:2] == [False] * 6  # not measured
+    write(tmp_path / "rounds.json", timed_rounds(1.1))
+    assert held(tmp_path, "dflash")[3:14:2] == expected
 
 
 def test_without_a_file_nothing_is_held(tmp_path: Path) -> None:
