@@ -27,7 +27,7 @@ from equivtest.decoder.rounds import DeviceRounds, Round
 from equivtest.engines.base import EngineOptions
 from equivtest.engines.decoder import require_device
 from equivtest.errors import InvalidSetting
-from equivtest.kernels.contract import SpecScratch, Streams
+from equivtest.kernels.contract import SpecScratch
 from equivtest.kernels.registry import get_backend, resolve_auto
 from equivtest.records import SPEC, Generation, Request
 
@@ -66,7 +66,8 @@ def bench_rounds(
     engine = open_engine(asked, on_message=tell)
     executor = engine.executor
     rounds = DeviceRounds.of(executor.model, executor.backend, executor.drafter, options.acceptance)
-    assert rounds is not None  # a block drafter, on kernels that were looked at
+    assert rounds is not None  # on kernels that were looked at
+    assert rounds.drafter is not None  # of dflash
     longest = rounds.drafter.num_drafts
     lens = [length for length in draft_lens if length <= longest]
     if not lens:
@@ -86,13 +87,13 @@ def profile(
 ) -> list[Row]:
     """One row a draft length. requests: of one law and max_tokens, whole calls of `concurrency` of them.
 
-    Device times, each of a graph of its own that is replayed back to back: `plain_ms` of a plain step, `draft_ms`,
-    `verify_ms` and `accept_ms` of these stages by themselves, `round_ms` of whole rounds; `rest_ms` is what the stages
-    leave of it, layout and commit. A graph of less than its own launch, some 10 us, is told as that. `host_round_ms` is
-    the executor's round by the host's clock, the median of rounds in which all requests of a call run, and `gap_ms`
-    what it has more than the device needs. `accepted` drafts a round, and `by_slot` the share of those reached.
-    `break_even`: accepted drafts at which a round is worth its plain steps. `token_ms`: device time of a request's
-    token; `best` has the least.
+    Device times, each of a graph of its own that is replayed back to back: `draft_ms`, `verify_ms` and `accept_ms` of
+    these stages by themselves, `round_ms` of whole rounds, `plain_ms` of rounds of no drafts; `rest_ms` is what the
+    stages leave of a round, layout and commit. A graph of less than its own launch, some 10 us, is told as that.
+    `host_round_ms` is the executor's round by the host's clock, the median of rounds in which all requests of a call
+    run, and `gap_ms` what it has more than the device needs. `accepted` drafts a round, and `by_slot` the share of
+    those reached. `break_even`: accepted drafts at which a round is worth its plain steps. `token_ms`: device time of a
+    request's token; `best` has the least.
     """
     calls = [requests[start : start + concurrency] for start in range(0, len(requests), concurrency)]
     plain = serve(executor, calls[0], speculative=False).generations
@@ -150,22 +151,8 @@ class _Clock:
 
     @torch.inference_mode()
     def plain_ms(self) -> float:
-        """Of a plain step: forward, head and draw."""
-        rounds, table, kv, device = self._rounds, self._table, self._kv, self._device
-        model, backend = rounds.model, rounds.backend
-        placed = kv.extend(self._sequences, np.ones_like(self._sequences)).on(device)
-        plan = backend.plan_attention(placed.attention, model.attention_shape(kv), for_graph=self._for_graph)
-        newest = torch.from_numpy(table.token_ids[self._rows, table.lengths - 1]).to(device)
-        row_start = torch.arange(len(table), dtype=torch.int32, device=device)
-        nothing = newest.new_empty(len(table), 0), torch.zeros_like(row_start), None
-        streams = Streams(table.stream_keys, torch.zeros_like(newest))
-
-        def step() -> None:
-            logits = model.head(model.layers_forward(newest, placed.slots, placed.positions, plan, kv))
-            asked = logits, row_start, table.params, *nothing, streams
-            backend.accept_logits(*asked, rule=rounds.rule, scratch=self._scratch)
-
-        return self._ms(replay_of(step, device.type), 0)
+        """Of a round of no drafts."""
+        return self._whole_ms(0)
 
     @torch.inference_mode()
     def round_ms(self, width: int) -> dict[str, float]:
@@ -181,7 +168,12 @@ class _Clock:
             "accept_ms": lambda: made.accept(drafts, logits),
         }
         times = {name: self._ms(replay_of(stage, self._device.type), width) for name, stage in stages.items()}
-        return times | {"round_ms": self._ms(made.run, width, before=lambda: self._loaded(width))}
+        return times | {"round_ms": self._whole_ms(width)}
+
+    def _whole_ms(self, width: int) -> float:
+        """Of rounds as the executor launches them."""
+        made = self._loaded(width)
+        return self._ms(made.run, width, before=lambda: self._loaded(width))
 
     def _ms(self, call: Call, width: int, *, before: Call | None = None) -> float:
         """As many in a row, and one ahead of them, as put out no more than the texts have left."""

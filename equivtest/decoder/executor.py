@@ -17,7 +17,7 @@ from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.rounds import DeviceRounds
 from equivtest.decoder.routing import route, unsupported_feature
 from equivtest.decoder.stages import Int64Array, Stages, StepInput
-from equivtest.decoder.standard_stages import UnreadStep, standard_stages
+from equivtest.decoder.standard_stages import standard_stages
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.contract import KernelBackend, RowParams, SpecScratch, Streams
 from equivtest.kernels.registry import get_backend
@@ -145,8 +145,7 @@ class Executor:
         pool = PromptPool(self.model, kv, table, np.arange(len(table)), follower=follower)
         rows, sequences = np.empty(0, np.int64), np.empty(0, np.int64)
         on_device = _OnDevice.of(table, rows)
-        rounds = self._rounds if stages is self._own_stages and drafter is not None else None
-        unread: UnreadStep | None = None
+        rounds = self._rounds if stages is self._own_stages else None
         num_admitted = index = 0
         while num_admitted < len(table) or len(rows):
             num_new = min(self.max_batch - len(rows), len(table) - num_admitted)
@@ -176,34 +175,24 @@ class Executor:
                     told=told,
                 )
             else:
-                on_its_way = int(unread is not None)  # tokens of each row that the table does not hold yet
-                remaining = table.remaining[rows] - on_its_way
                 # A round puts out at most num_draft + 1 tokens: this limit makes the last one fit exactly.
-                limits = np.minimum(max_draft, remaining - 1) * table.speculative[rows]
+                limits = np.minimum(max_draft, table.remaining[rows] - 1) * table.speculative[rows]
                 step = StepInput(
                     index=index,
                     table=table,
                     requests=rows,
                     num_main=int(len(rows) - needs_plain_backend[rows].sum()),
                     sequences=sequences,
-                    lengths=table.lengths[rows] + on_its_way,
+                    lengths=table.lengths[rows],
                     limits=limits,
                     params=on_device.params,
-                    streams=on_device.streams(table.generated[rows] + on_its_way),
+                    streams=on_device.streams(table.generated[rows]),
                     kv=kv,
                     scratch=scratch,
-                    unread=None if unread is None else unread.token_ids,
                     follower=follower,
                 )
-                outcome = stages.start(step)
+                told(stages.commit(step, *stages.start(step)))
                 index += 1
-                if unread is not None:
-                    told(unread.commit(stages.commit))
-                    unread = None
-                if self._next_is_known(stages, step) and (remaining > 1).all():
-                    unread = UnreadStep(step, outcome)
-                    continue
-                told(stages.commit(step, *outcome))
             finished = table.remaining[rows] <= 0
             if finished.any():
                 kv.free(sequences[finished])
@@ -211,17 +200,6 @@ class Executor:
                     done = rows[finished]
                     drafter.release(done[table.speculative[done]])
                 rows, sequences = rows[~finished], sequences[~finished]
-
-    def _next_is_known(self, stages: Stages, step: StepInput) -> bool:
-        """Whether the step after this one, of the same rows, can be laid out before the host has read this one's
-        tokens: nothing drafts, stops or is processed by them, and no stage of somebody else's may want to see them."""
-        return (
-            stages is self._own_stages
-            and stages.fused is not None
-            and stages.fused.stands_for(stages, step)
-            and not step.limits.any()
-            and not step.table.rules.reads_tokens
-        )
 
     def _scratch_for(self, table: RequestTable) -> SpecScratch:
         """The scratch, allocated at the first call that needs its size and kept."""

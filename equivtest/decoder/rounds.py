@@ -1,4 +1,6 @@
-"""Speculative rounds that the device lays out for itself: draft, verify, accept and commit without the host.
+"""Rounds that the device lays out for itself: draft, verify, accept and commit without the host.
+
+A plain step is a round of no drafts.
 
 A step that the host lays out waits for the tokens of the step before. Here lengths, positions and the newest tokens
 live on the device, every round has one shape, and the host reads what was committed a few rounds late. On a GPU a round
@@ -27,6 +29,7 @@ from equivtest.decoder.kv_cache import PagedKVCache
 from equivtest.decoder.model import Model
 from equivtest.decoder.request_table import RequestTable
 from equivtest.decoder.stages import Int64Array
+from equivtest.errors import InvalidSetting
 from equivtest.kernels.checks import raise_refusal
 from equivtest.kernels.contract import (
     AcceptanceRule,
@@ -46,15 +49,15 @@ BoolArray = npt.NDArray[np.bool_]
 
 ROUNDS_AHEAD = 2
 """Rounds that the device is given before the host reads the first of them."""
-_MAX_SHAPES = 16
+_MAX_SHAPES = 64
 _REFUSAL = 3
 """Numbers in `SpecAccept.refusal`."""
 
 
 class DeviceRounds:
-    """Runs rounds of one model, backend and block drafter."""
+    """Runs rounds of one model and backend, with a block drafter or plain."""
 
-    def __init__(self, model: Model, backend: FusedBackend, drafter: BlockDrafter, rule: AcceptanceRule) -> None:
+    def __init__(self, model: Model, backend: FusedBackend, drafter: BlockDrafter | None, rule: AcceptanceRule) -> None:
         self.model, self.backend, self.drafter, self.rule = model, backend, drafter, rule
         self._rounds: dict[tuple[int, int, int], Round] = {}
         self._memory: tuple[PagedKVCache, SpecScratch] | None = None
@@ -63,16 +66,24 @@ class DeviceRounds:
 
     @classmethod
     def of(cls, model: Model, backend: Any, drafter: Drafter | None, rule: str) -> DeviceRounds | None:
-        """None where the backend or the drafter needs the host."""
-        network = None if drafter is None else drafter.on_device
-        if network is None or not cls.served_by(backend):
+        """None where the backend needs the host; where only the drafter does, rounds are plain."""
+        if not cls.served_by(backend):
             return None
-        return cls(model, backend, network, cast("AcceptanceRule", rule))
+        return cls(model, backend, None if drafter is None else drafter.on_device, cast("AcceptanceRule", rule))
+
+    def drafter_of(self, width: int) -> BlockDrafter | None:
+        """What drafts in rounds of `width` drafts. Raises InvalidSetting where there is none that could."""
+        if not width:
+            return None
+        if self.drafter is None:
+            raise InvalidSetting("width", width, "must be 0: nothing drafts without the host")
+        return self.drafter
 
     def draft_probs(self, batch: int, width: int, scratch: SpecScratch) -> Tensor | None:
         """[batch, width, vocab_size] of zeros, which all rounds share and leave as they found it. None: drafts are
         sure."""
-        if not self.drafter.draws:
+        drafter = self.drafter_of(width)
+        if drafter is None or not drafter.draws:
             return None
         if self._draft_probs is None:
             size = scratch.max_batch * scratch.max_draft * scratch.vocab_size
@@ -87,9 +98,15 @@ class DeviceRounds:
     def can_run(self, table: RequestTable, rows: Int64Array, *, width: int, need_plain: BoolArray) -> bool:
         """Whether rounds of these table rows need nothing of the host and fit a graph. need_plain: [B], rows that the
         backend cannot represent."""
+        if width and (self.drafter is None or not table.speculative[rows].all()):
+            return False
         needs_host = table.rules.reads_tokens or table.reports_logprobs or need_plain.any()
-        grid = rounded_up(len(rows)) * max(self.drafter.block_size, width + 1)
-        return width > 0 and not needs_host and bool(table.speculative[rows].all()) and grid <= MAX_GRAPH_ROWS
+        return not needs_host and rounded_up(len(rows)) * self.rows_each(width) <= MAX_GRAPH_ROWS
+
+    def rows_each(self, width: int) -> int:
+        """Rows of a request in a round, of its text or its block."""
+        drafter = self.drafter_of(width)
+        return width + 1 if drafter is None else max(drafter.block_size, width + 1)
 
     def run(
         self,
@@ -138,10 +155,10 @@ class DeviceRounds:
 
         Their sequences have room for all that they may still be written: whoever is done cuts them back.
         """
-        width = min(width, self.drafter.num_drafts)
+        drafter = self.drafter_of(width)
+        width = width if drafter is None else min(width, drafter.num_drafts)
         lengths, remaining = table.lengths[rows], table.remaining[rows]
-        past_the_end = max(self.drafter.block_size, width + 1)
-        batch = kv.extend(sequences, remaining + past_the_end)
+        batch = kv.extend(sequences, remaining + self.rows_each(width))
         made = self._round_for(len(rows), batch.page_table.shape[1], width, kv, scratch)
         newest = table.token_ids[rows, lengths - 1]
         made.load(batch.page_table, lengths, table.generated[rows], remaining, newest, params, keys)
@@ -202,7 +219,7 @@ class Round:
         self, of: DeviceRounds, batch: int, columns: int, width: int, kv: PagedKVCache, scratch: SpecScratch, pool: Any
     ) -> None:
         self._of, self._kv, self._scratch, self._width = of, kv, scratch, width
-        device, block = of.model.device, of.drafter.block_size
+        self._drafter, device = of.drafter_of(width), of.model.device
 
         def int64(value: int) -> Tensor:
             return torch.full((batch,), value, dtype=torch.int64, device=device)
@@ -215,9 +232,12 @@ class Round:
         self._params = RowParams(*(torch.full((batch,), value, dtype=dtype, device=device) for value, dtype in _GREEDY))
         self._table = torch.full((batch, columns), kv.spare_page, dtype=torch.int32, device=device)
         self._row_start = torch.arange(batch, dtype=torch.int32, device=device) * (width + 1)
-        self._offsets = torch.arange(max(block, width + 1), device=device)
+        self._offsets = torch.arange(of.rows_each(width), device=device)
         self._text = self._attention(self._table, width + 1, 1)
-        self._blocks = self._attention(self._table.repeat_interleave(block, dim=0), 1, block)
+        self._blocks: AttentionBatch | None = None
+        if self._drafter is not None:
+            block = self._drafter.block_size
+            self._blocks = self._attention(self._table.repeat_interleave(block, dim=0), 1, block)
         self._idle = tuple(tensor.clone() for tensor in self._state())
         self._graph: Any = None
         if device.type == "cuda":
@@ -253,8 +273,9 @@ class Round:
         ):
             own.copy_(idle)
             (own[:batch, :columns] if own is self._table else own[:batch]).copy_(value)
-        block = self._of.drafter.block_size
-        self._blocks.page_table.view(len(self._table), block, -1).copy_(self._table[:, None])
+        if self._blocks is not None:
+            batch = len(self._table)
+            self._blocks.page_table.view(batch, -1, self._table.shape[1]).copy_(self._table[:, None])
 
     def launch(self) -> _Record:
         """One round; the record of it arrives on the host later."""
@@ -285,22 +306,24 @@ class Round:
         with captured_into(self._graph, pool):
             self._output = self._step(*plans)
 
-    def plans(self, *, for_graph: bool) -> tuple[AttentionPlan, AttentionPlan]:
-        """Of the blocks and of the text, for the next round."""
+    def plans(self, *, for_graph: bool) -> tuple[AttentionPlan | None, AttentionPlan]:
+        """Of the blocks, where something drafts, and of the text, for the next round."""
         backend, kv = self._of.backend, self._kv
         self._set_lengths()
-        return (
-            backend.plan_attention(self._blocks, self._of.drafter.attention_shape(kv), for_graph=for_graph),
-            backend.plan_attention(self._text, self._of.model.attention_shape(kv), for_graph=for_graph),
-        )
+        block_plan = None
+        if self._drafter is not None and self._blocks is not None:
+            block_plan = backend.plan_attention(self._blocks, self._drafter.attention_shape(kv), for_graph=for_graph)
+        return block_plan, backend.plan_attention(self._text, self._of.model.attention_shape(kv), for_graph=for_graph)
 
     def _set_lengths(self) -> None:
         """What this round's rows see: the text, and the rows themselves."""
-        block, before = self._of.drafter.block_size, self._lengths - 1
+        before = self._lengths - 1
         self._text.kv_lens.copy_(before + (self._width + 1))
-        self._blocks.kv_lens.view(-1, block).copy_((before + block)[:, None])
+        if self._drafter is not None and self._blocks is not None:
+            block = self._drafter.block_size
+            self._blocks.kv_lens.view(-1, block).copy_((before + block)[:, None])
 
-    def _step(self, block_plan: AttentionPlan, text_plan: AttentionPlan) -> Tensor:
+    def _step(self, block_plan: AttentionPlan | None, text_plan: AttentionPlan) -> Tensor:
         """Device work alone. Returns int64: [N, 2 * width + 4] (outputs, drafts, emitted, num_draft, tokens put out)
         and the refusal's bits."""
         places = self.lay_out()
@@ -319,9 +342,11 @@ class Round:
         pages = self._table.gather(1, positions // kv.page_size)
         return Places(pages * kv.page_size + positions % kv.page_size, positions)
 
-    def draft(self, places: Places, plan: AttentionPlan) -> BlockDrafts:
+    def draft(self, places: Places, plan: AttentionPlan | None) -> BlockDrafts:
         """`width` drafts for each of the N requests."""
-        drafter = self._of.drafter
+        drafter = self._drafter
+        if drafter is None or plan is None:
+            return BlockDrafts(self._newest.new_empty(len(self._newest), 0), None, None)
         slots, positions = (column[:, : drafter.block_size].reshape(-1) for column in places)
         fed = drafter.block_token_ids(self._newest).view(-1)
         return drafter.draft_rows(fed, slots, positions, plan, self._kv, self._width, self._params, self._streams)
@@ -333,9 +358,7 @@ class Round:
         # Rows past a request's last draft may stand past the model's longest text.
         positions = positions.clamp(max=model.config.max_position - 1).reshape(-1)
         token_ids = torch.cat([self._newest[:, None], drafts.token_ids], dim=1).view(-1)
-        hidden = model.layers_forward(
-            token_ids, slots.reshape(-1), positions, plan, self._kv, follower=self._of.drafter
-        )
+        hidden = model.layers_forward(token_ids, slots.reshape(-1), positions, plan, self._kv, follower=self._drafter)
         return model.head(hidden)
 
     def accept(self, drafts: BlockDrafts, logits: Tensor) -> tuple[Tensor, SpecAccept]:

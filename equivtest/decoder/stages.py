@@ -54,9 +54,6 @@ class StepInput:
     scratch: SpecScratch
     follower: Follower | None = None
     """What reads the model's hidden states of this step."""
-    unread: Tensor | None = None
-    """int64 [B] on the device, the newest token of each row, where the host has not read it yet: the table does not
-    hold it, and `lengths` counts it. Plain steps of a decoder without faults alone."""
 
     @property
     def batch(self) -> int:
@@ -64,8 +61,7 @@ class StepInput:
 
     @property
     def last_token_ids(self) -> Int64Array:
-        """[B], the newest committed token of each row, which the host must have read (see `unread`)."""
-        assert self.unread is None
+        """[B], the newest committed token of each row."""
         return self.table.token_ids[self.requests, self.lengths - 1]
 
     def rows(self, start: int, stop: int) -> StepInput:

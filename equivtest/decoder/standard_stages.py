@@ -14,11 +14,9 @@ from equivtest.decoder.logit_processing import process_logits, row_texts
 from equivtest.decoder.model import Model
 from equivtest.decoder.request_table import NO_LOGPROBS, RAW
 from equivtest.decoder.stages import (
-    CommitStage,
     Drafts,
     Float32Array,
     Int64Array,
-    Outcome,
     Scored,
     Stages,
     StepInput,
@@ -66,8 +64,6 @@ class RaggedForward:
 
 def fed_token_ids(step: StepInput, drafts: Drafts, batch_rows: Int64Array, slots: Int64Array) -> Tensor:
     """int64 [num_rows], the tokens that these rows feed: on the host, or on the device that holds the drafts."""
-    if step.unread is not None and not drafts.width:
-        return step.unread
     if drafts.unread is None:
         block = np.concatenate([step.last_token_ids[:, None], drafts.token_ids], axis=1)
         return torch.from_numpy(block[batch_rows, slots])
@@ -214,24 +210,6 @@ class Reading:
 
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64}
-
-
-class UnreadStep:
-    """A plain step whose tokens are on their way to the host while the device is given the next one.
-
-    Every row puts out one token, so the next step can be laid out without them; it is fed from the device.
-    """
-
-    def __init__(self, step: StepInput, outcome: Outcome) -> None:
-        self._step, self._outcome = step, outcome
-        self.token_ids = outcome.accepted.output_token_ids[:, 0]
-        """int64 [B] on the device, until the next step's are written there."""
-        self._reading = Reading(outcome.accepted, outcome.drafts)
-
-    def commit(self, commit: CommitStage) -> int:
-        """Wait for the tokens and commit them. Returns their number."""
-        output_token_ids, emitted = map(torch.from_numpy, self._reading.wait())
-        return commit(self._step, self._outcome.drafts, SpecAccept(output_token_ids, emitted, emitted), None)
 
 
 def standard_stages(

@@ -45,6 +45,14 @@ def on_device(**settings: Any) -> Executor:
     return executor(FusedOnCpu(CPP), **settings)
 
 
+def plain(backend: Any, **settings: Any) -> Executor:
+    """Without a drafter of blocks."""
+    drafter = settings.pop("drafter", None)
+    if drafter is None:
+        return Executor(tiny_model(backend=backend), backend, None, max_batch=7, **settings)
+    return build(backend, drafter, max_batch=7, **settings)
+
+
 def noted(generations: list[Generation]) -> list[tuple[Any, ...]]:
     """Everything about a text but when and beside whom its tokens were made."""
     return [
@@ -91,11 +99,31 @@ def test_texts_drafts_and_acceptances_are_the_hosts(
     assert {"accepted", "recovered"} <= {origin for g in own for origin in g.origins}
 
 
+@pytest.mark.parametrize("acceptance", ["chain", "match"])
+@pytest.mark.parametrize("drafter", [None, "early_exit", "dflash"])
+def test_plain_texts_are_the_hosts_too(drafter: str | None, acceptance: str, launched: list[int]) -> None:
+    """Whatever would draft in a speculative call; steps and places in the batch are the host's as well."""
+    made, told = [], []
+    for backend in (FusedOnCpu(CPP), CPP):
+        own = executor if drafter == "dflash" else plain
+        settings = {} if drafter == "dflash" else {"drafter": drafter}
+        generations = own(backend, acceptance=acceptance, **settings).generate(
+            requests(), speculative=False, on_tokens=told.append
+        )
+        made.append(noted(generations))
+    assert len(launched) > 20
+    assert made[0] == made[1]
+    assert sum(told) == 2 * sum(request.max_tokens for request in requests())
+
+
+@pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1, 6])
-def test_texts_do_not_depend_on_how_late_the_host_reads(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = noted(on_device().generate(requests(), speculative=True))
+def test_texts_do_not_depend_on_how_late_the_host_reads(
+    ahead: int, speculative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = noted(on_device().generate(requests(), speculative=speculative))
     monkeypatch.setattr(rounds_module, "ROUNDS_AHEAD", ahead)
-    assert noted(on_device().generate(requests(), speculative=True)) == expected
+    assert noted(on_device().generate(requests(), speculative=speculative)) == expected
 
 
 def crossed(self: Round) -> None:
@@ -113,10 +141,11 @@ def same_coins(self: Round) -> None:
     self._generated.fill_(0)
 
 
+@pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("fault", [crossed, short, same_coins])
-def test_a_round_of_another_state_is_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_of_another_state_is_seen(fault: Any, speculative: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin."""
-    expected = noted(executor(CPP).generate(requests(), speculative=True))
+    expected = noted(executor(CPP).generate(requests(), speculative=speculative))
     step = Round._step
 
     def faulty(self: Round, *plans: Any) -> Any:
@@ -125,27 +154,30 @@ def test_a_round_of_another_state_is_seen(fault: Any, monkeypatch: pytest.Monkey
         return made
 
     monkeypatch.setattr(Round, "_step", faulty)
-    assert noted(on_device().generate(requests(), speculative=True)) != expected
+    assert noted(on_device().generate(requests(), speculative=speculative)) != expected
 
 
-def test_a_text_may_fill_the_models_context_to_the_last_token(launched: list[int]) -> None:
+@pytest.mark.parametrize("speculative", [True, False])
+def test_a_text_may_fill_the_models_context_to_the_last_token(speculative: bool, launched: list[int]) -> None:
     settings: dict[str, Any] = {"max_position": 40, "block_size": 16, "max_draft": 15}
     asked = [
         dataclasses.replace(request, max_tokens=40 - len(request.prompt_token_ids))
         for request in requests()
         if len(request.prompt_token_ids) < 40
     ]
-    own = on_device(**settings).generate(asked, speculative=True)
+    own = on_device(**settings).generate(asked, speculative=speculative)
     assert launched
-    assert noted(own) == noted(executor(CPP, **settings).generate(asked, speculative=True))
+    assert noted(own) == noted(executor(CPP, **settings).generate(asked, speculative=speculative))
 
 
 def test_one_executor_serves_batches_of_every_size_again_and_again(launched: list[int]) -> None:
     """Rounds of one shape are kept; what a call before left in their memory does not matter."""
     own, host = on_device(), executor(CPP)
-    for part in (slice(0, 20), slice(3, 5), slice(0, 20), slice(10, 11)):
-        asked = requests()[part]
-        assert noted(own.generate(asked, speculative=True)) == noted(host.generate(asked, speculative=True))
+    for index, part in enumerate((slice(0, 20), slice(3, 5), slice(0, 20), slice(10, 11), slice(0, 20))):
+        asked, speculative = requests()[part], index != 2
+        assert noted(own.generate(asked, speculative=speculative)) == noted(
+            host.generate(asked, speculative=speculative)
+        )
     assert len(set(launched)) > 2
 
 
@@ -158,11 +190,12 @@ def test_one_executor_serves_batches_of_every_size_again_and_again(launched: lis
     ],
     ids=["a penalty reads the text", "a stop token ends it", "log-probabilities are asked for"],
 )
-def test_what_needs_the_host_is_left_to_it(change: dict[str, Any], launched: list[int]) -> None:
+@pytest.mark.parametrize("speculative", [True, False])
+def test_what_needs_the_host_is_left_to_it(change: dict[str, Any], speculative: bool, launched: list[int]) -> None:
     asked = [dataclasses.replace(request, **change) for request in requests()]
-    own = on_device().generate(asked, speculative=True)
+    own = on_device().generate(asked, speculative=speculative)
     assert not launched
-    assert noted(own) == noted(executor(CPP).generate(asked, speculative=True))
+    assert noted(own) == noted(executor(CPP).generate(asked, speculative=speculative))
 
 
 def test_a_batch_with_a_row_that_the_backend_cannot_represent_is_left_to_the_host(launched: list[int]) -> None:
@@ -176,11 +209,27 @@ def test_a_batch_with_a_row_that_the_backend_cannot_represent_is_left_to_the_hos
     )
 
 
-def test_a_fault_and_a_plain_call_have_no_rounds_of_the_device(launched: list[int]) -> None:
-    own = on_device()
-    own.generate(requests(), speculative=False)
-    own.generate(requests(), speculative=True, fault=dataclasses.replace)
+def test_a_drafter_that_needs_the_host_has_no_rounds_of_the_device(launched: list[int]) -> None:
+    texts = [
+        noted(plain(backend, drafter="early_exit").generate(requests(), speculative=True))
+        for backend in (FusedOnCpu(CPP), CPP)
+    ]
     assert not launched
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_stages_of_somebody_elses_see_every_step_by_itself(speculative: bool, launched: list[int]) -> None:
+    """A wrapped stage may look at any token of the table, as a fault or given at construction."""
+    own = on_device()
+    own.generate(requests(), speculative=speculative, fault=dataclasses.replace)
+    stages = dataclasses.replace(own.stages)
+    Executor(own.model, own.backend, own.drafter, max_batch=7, max_draft=3, stages=stages).generate(
+        requests(), speculative=speculative
+    )
+    assert not launched
+    own.generate(requests(), speculative=speculative)
+    assert launched, "the twin"
 
 
 def test_what_a_kernel_refuses_is_raised_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,5 +239,6 @@ def test_what_a_kernel_refuses_is_raised_when_it_is_read(monkeypatch: pytest.Mon
         return accept(self, *arguments, **options)._replace(refusal=torch.tensor([1.0, 2.0, float("nan")]).double())
 
     monkeypatch.setattr(FusedOnCpu, "accept_logits", refusing)
-    with pytest.raises(InvalidKernelInput, match="NaN"):
-        on_device().generate(requests(), speculative=True)
+    for speculative in (True, False):
+        with pytest.raises(InvalidKernelInput, match="NaN"):
+            on_device().generate(requests(), speculative=speculative)
