@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Two processes run the tests: a pool of threads in each of them would cost more than it gives.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Where nothing compiled may be kept, each of the many processes that the tests start would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 import torch

@@ -125,7 +125,7 @@ def bench_decode(
     prompt = torch.randint(config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
     with _threads(threads):
         ours = Model(config, checkpoint.weights, backend, dtype=weights_dtype, device=device)
-        theirs = transformers_model(config, checkpoint.weights, dtype=weights_dtype).to(device)  # type: ignore[arg-type]
+        theirs = transformers_model(config, checkpoint.weights, dtype=weights_dtype).to(device)
         step, forward, hf_step, hf_forward = [], [], [], []
         for round_ in (1, 2):
             tell(f"round {round_} of 2: equivtest")
@@ -272,7 +272,7 @@ def _hf_steps(model: PreTrainedModel, prompt: Tensor, batch: int, steps: int, pa
     )
     tokens = prompt.repeat(batch, 1).to(model.device)
     criteria = StoppingCriteriaList([mark])
-    model.generate(  # type: ignore[operator]
+    model.generate(
         tokens, attention_mask=torch.ones_like(tokens), generation_config=generation, stopping_criteria=criteria
     )
     return [float(gap) for gap in np.diff(marks)[_WARM_UP_STEPS:]]

@@ -48,4 +48,4 @@ def transformers_model(config: ModelConfig, weights: Mapping[str, Tensor], *, dt
     if config.tied_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
-    return model.to(dtype).eval()  # type: ignore[no-any-return]
+    return model.to(dtype).eval()

@@ -264,7 +264,7 @@ def _load(name: str, dtype: torch.dtype, device: str, on_message: Callable[[str]
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # equivtest shows its own
+    logging.disable_progress_bar()  # equivtest shows its own
     path = resolve_model(name, on_progress=on_message)
     checkpoint, refused = None, ""
     try:

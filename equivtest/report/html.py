@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield label, words.NOTHING if value in (None, "") else str(value)
 
 
+@functools.cache
 def environment() -> jinja2.Environment:
     """The templates, with the words of every page as filters."""
     environment = jinja2.Environment(

@@ -94,7 +94,8 @@ class ScoredTokens:
         follows = np.diff(self.position, prepend=self.position[0] - 1) == 1
         if (inside & ~follows).any():
             raise InvalidSetting("position", int(np.argmax(inside & ~follows)), "must rise by 1 within a sample")
-        if len(np.unique(self.sample)) != int((~inside).sum()):
+        in_order = (self.sample[1:] >= self.sample[:-1]).all()
+        if not in_order and len(np.unique(self.sample)) != int((~inside).sum()):
             raise InvalidSetting("sample", "scattered", "the tokens of a sample must stand side by side")
 
     @property
@@ -127,6 +128,8 @@ class ScoredTokens:
 
 
 def _require(name: str, values: Floats | Ints, low: float, high: float) -> None:
+    if low <= values.min() and values.max() <= high and np.isfinite(values.max()):  # the least of NaN is NaN
+        return
     wrong = ~((values >= low) & (values <= high) & np.isfinite(values))
     if wrong.any():
         index = int(np.argmax(wrong))

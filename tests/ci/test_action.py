@@ -88,7 +88,8 @@ def test_a_correct_decoder_passes_and_leaves_report_tables_and_summary(tmp_path:
 
 
 def test_a_decoder_that_accepts_too_often_fails_the_job_with_an_annotation(tmp_path: Path) -> None:
-    code, log, summary = run_steps(tmp_path, WRONG_DECODER, **TINY)
+    """Gross enough that no second look is needed."""
+    code, log, summary = run_steps(tmp_path, WRONG_DECODER, **{**TINY, "args": TINY["args"] + "--no-confirm\n"})
     assert code == 1, log
     assert "::error title=equivtest::different" in log
     assert "DIFFERENT" in summary.splitlines()[0]

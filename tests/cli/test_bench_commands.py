@@ -46,7 +46,7 @@ def test_a_benchmark_leaves_its_figures_with_device_versions_commit_and_command(
 
 def test_the_protocol_benchmark_tells_every_part_and_ends_as_its_run(tmp_path: Path) -> None:
     arguments = ("--config", "topp95", "--budget", "smoke", "--run-dir", tmp_path / "run")
-    ended = bench("protocol", *TINY, *arguments, "--output", tmp_path / "protocol.json")
+    ended = bench("protocol", *TINY, "--kernels", "cpp", *arguments, "--output", tmp_path / "protocol.json")
     assert ended.exception is None
     left = json.loads((tmp_path / "protocol.json").read_text("utf-8"))
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text("utf-8"))

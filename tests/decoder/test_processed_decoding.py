@@ -117,7 +117,7 @@ LAW_PARAMS = SamplingParams(
     logit_bias=((2, 2.0), (5, -2.0)), stop_token_ids=(1, 8, 12), min_tokens=2,
 )  # fmt: skip
 LAW_LENGTH = 4
-NUM_TEXTS = 8_000
+NUM_TEXTS = 4_000
 ALPHA = 1e-4
 """False-alarm rate of one law test; with fixed seeds its outcome is fixed."""
 
@@ -146,7 +146,7 @@ def law_texts(
 def test_speculation_reproduces_the_law_with_penalties_bias_min_tokens_and_stops(
     drafter: str, exact_law: dict[tuple[int, ...], float]
 ) -> None:
-    """Chi-squared of 8,000 whole texts against the enumerated law; false-alarm rate 1e-4 a case. The match rule's
+    """Chi-squared of 4,000 whole texts against the enumerated law; false-alarm rate 1e-4 a case. The match rule's
     texts are those of plain sampling, tested above token for token."""
     assert law_p_value(exact_law, law_texts(drafter, "chain")) > ALPHA
 
@@ -207,7 +207,7 @@ def text_not_cropped(stages: Stages) -> Stages:
 def test_a_decoder_that_processes_wrongly_is_rejected_by_the_law(
     fault: Callable[[Stages], Stages], exact_law: dict[tuple[int, ...], float]
 ) -> None:
-    """The twins: each error moves hundreds of the 8,000 texts or puts out one that the law does not hold."""
+    """The twins: each error moves hundreds of the 4,000 texts or puts out one that the law does not hold."""
     assert law_p_value(exact_law, law_texts("early_exit", "chain", fault)) < 1e-6
 
 

@@ -75,16 +75,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("acceptance", ["chain", "match"])
 @pytest.mark.parametrize(
-    "settings",
+    ("acceptance", "settings"),
     [
-        {},
-        {"max_batch": 1},
-        {"max_draft": 8},
-        {"max_draft": 8, "anchor_first": True},
-        {"max_draft": 4, "markov_head": True},
-        {"block_size": 20, "max_draft": 1},
+        ("chain", {}),
+        ("chain", {"max_batch": 1}),
+        ("chain", {"max_draft": 8}),
+        ("chain", {"max_draft": 8, "anchor_first": True}),
+        ("chain", {"max_draft": 4, "markov_head": True}),
+        ("chain", {"block_size": 20, "max_draft": 1}),
+        ("match", {}),
+        ("match", {"max_draft": 8, "anchor_first": True, "markov_head": True}),
     ],
     ids=str,
 )

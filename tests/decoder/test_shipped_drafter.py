@@ -79,7 +79,7 @@ def test_drafts_of_its_weights_in_disorder_are_not(target: Model, prompts: list[
         name: weight.flatten()[torch.randperm(weight.numel(), generator=order)].view(weight.shape)
         for name, weight in trained.weights.items()
     }
-    assert max(accepted_a_round(trained._replace(weights=weights), target, prompts)) < 0.05
+    assert max(accepted_a_round(trained._replace(weights=weights), target, prompts[:4])) < 0.05
 
 
 def open_unfetched(monkeypatch: pytest.MonkeyPatch, **options: object) -> list[str]:

@@ -1,6 +1,7 @@
 """Greedy text against Hugging Face transformers on the same weights, plain and speculative.
 
-Reference: transformers' `generate(do_sample=False)` in float32, in this process.
+Reference: transformers in float32, in this process: `generate(do_sample=False)` for the small models, and for the large
+one its likeliest token after every prefix of the text, which is the same thing in one forward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from equivtest.decoder.weights import Checkpoint
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 
 
 def greedy_requests(prompts: list[tuple[int, ...]]) -> list[Request]:
@@ -44,6 +45,14 @@ def transformers_texts(model: PreTrainedModel, prompts: list[tuple[int, ...]]) -
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     continuations: list[list[int]] = model.generate(token_ids, attention_mask=mask)[:, width:].tolist()
     return continuations
+
+
+def next_tokens(model: PreTrainedModel, prompt: tuple[int, ...], text: list[int]) -> list[int]:
+    """The likeliest token after the prompt and after each beginning of the text but the whole."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *text[:-1]]]), logits_to_keep=len(text)).logits[0]
+    likeliest: list[int] = logits.argmax(dim=-1).tolist()
+    return likeliest
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +76,19 @@ def plain_texts(smollm2: Model, prompts: list[tuple[int, ...]]) -> list[list[int
 def test_smollm2_writes_the_text_that_transformers_writes(
     plain_texts: list[list[int]], prompts: list[tuple[int, ...]], hf_smollm2: PreTrainedModel
 ) -> None:
-    """All 8 prompts, 64 tokens each."""
+    """All 8 prompts, the 32 tokens each of a run."""
     assert len(prompts) == 8
-    assert plain_texts == transformers_texts(hf_smollm2, prompts)
+    for prompt, text in zip(prompts, plain_texts, strict=True):
+        assert len(text) == NUM_TOKENS
+        assert next_tokens(hf_smollm2, prompt, text) == text
+
+
+def test_a_text_with_one_other_token_is_not_what_transformers_writes(
+    plain_texts: list[list[int]], prompts: list[tuple[int, ...]], hf_smollm2: PreTrainedModel
+) -> None:
+    """The twin of the above."""
+    text = [*plain_texts[0][:20], plain_texts[0][20] + 1, *plain_texts[0][21:]]
+    assert next_tokens(hf_smollm2, prompts[0], text) != text
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "early_exit", "self"])
@@ -78,9 +97,9 @@ def test_smollm2_writes_the_same_greedy_text_with_speculation(
 ) -> None:
     backend = get_backend("cpp")
     executor = Executor(smollm2, backend, make_drafter(drafter, DrafterContext(target=smollm2, backend=backend)))
-    requests = [dataclasses.replace(r, max_tokens=20) for r in greedy_requests(prompts[2:5])]
+    requests = [dataclasses.replace(r, max_tokens=14) for r in greedy_requests(prompts[2:5])]
     generations = executor.generate(requests, speculative=True)
-    assert texts(generations) == [text[:20] for text in plain_texts[2:5]]
+    assert texts(generations) == [text[:14] for text in plain_texts[2:5]]
     assert any(Origin.ACCEPTED in g.origins for g in generations)
 
 

@@ -33,8 +33,8 @@ SUBSET = {
 }
 """Some of every nature, and a family that must be among those that find each."""
 
-SMALL = Budget(name="smoke", num_prompts=2, num_positions=20, num_seeds=128, epsilon=0.1)
-"""Half of the command's own smoke budget: none of the faults here is a subtle one."""
+SMALL = Budget(name="smoke", num_prompts=2, num_positions=12, num_seeds=128, epsilon=0.1)
+"""Less than a third of the command's own smoke budget: none of the faults here is a subtle one."""
 
 
 @pytest.fixture(autouse=True, scope="module")

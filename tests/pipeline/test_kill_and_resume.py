@@ -10,6 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from equivtest.cli import main as cli_main
+
+NO_PAGE = """
+from equivtest.cli.main import main
+from equivtest.pipeline import publish
+
+publish.write_html = lambda data, path: path.write_text("no page")
+main()
+"""
+"""What a process runs: the command, which draws no figures."""
+
 RESULT_FILES = ("cells.parquet", "evidence.parquet", "verdict.json")
 
 
@@ -22,7 +33,7 @@ def arguments(model: Path, run_dir: Path, *more: str) -> list[str]:
 
 def start(model: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "equivtest", *arguments(model, run_dir, *more)],
+        [sys.executable, "-c", NO_PAGE, *arguments(model, run_dir, *more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,15 +62,20 @@ def kill_when(process: subprocess.Popen[str], run_dir: Path, shards: int, extra_
     process.communicate()
 
 
-def finish(process: subprocess.Popen[str]) -> None:
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+def finish(model: Path, run_dir: Path, *more: str) -> None:
+    """To the end, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("equivtest.pipeline.publish.write_html", lambda data, path: path.write_text("no page"))
+        patch.setattr(sys, "argv", ["equivtest", *arguments(model, run_dir, *more)])
+        with pytest.raises(SystemExit) as ended:
+            cli_main.main()
+    assert ended.value.code == 0
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    finish(start(tiny_model_dir, run_dir))
+    finish(tiny_model_dir, run_dir)
     return run_dir
 
 
@@ -72,13 +88,13 @@ def test_a_run_killed_several_times_ends_in_the_same_bytes(
         process = start(tiny_model_dir, run_dir, *([] if first else ["--resume"]))
         kill_when(process, run_dir, shards, extra_s)
         first = not (run_dir / "manifest.json").exists()
-    finish(start(tiny_model_dir, run_dir, *([] if first else ["--resume"])))
+    finish(tiny_model_dir, run_dir, *([] if first else ["--resume"]))
     assert digests(run_dir) == digests(uninterrupted)
 
 
 def test_the_comparison_would_notice_another_run(tiny_model_dir: Path, uninterrupted: Path, tmp_path: Path) -> None:
     other = tmp_path / "run"
-    finish(start(tiny_model_dir, other, "--run-seed", "1"))
+    finish(tiny_model_dir, other, "--run-seed", "1")
     ours, theirs = digests(other), digests(uninterrupted)
     assert ours.keys() == theirs.keys()
     assert not set(ours.values()) & {digest for name, digest in theirs.items() if name.startswith("samples")}
@@ -96,7 +112,7 @@ def test_an_interrupt_leaves_a_resumable_run_and_says_how(
     assert process.returncode == 4, output
     assert "--resume" in output
     assert "Traceback" not in output
-    finish(start(tiny_model_dir, run_dir, "--resume"))
+    finish(tiny_model_dir, run_dir, "--resume")
     assert digests(run_dir) == digests(uninterrupted)
 
 

@@ -58,7 +58,7 @@ def test_a_correct_decoder_is_equivalent(correct: RunResult) -> None:
     assert all(control.passed for control in verdict.controls)
 
 
-def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(page: None, tmp_path: Path) -> None:
+def test_an_inflated_acceptance_is_different_and_confirmed_on_fresh_seeds(tmp_path: Path) -> None:
     result = judge(tmp_path / "run", FakeEngine(on_epsilon=0.4))
     verdict = result.analysis.verdict
     assert (verdict.word, verdict.exit_code) == (Word.DIFFERENT, 1)
@@ -225,7 +225,7 @@ def test_without_confirmation_a_flag_counts_at_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / "samples").rglob("seeds=0064-0319.parquet"))
 
 
-def test_a_planted_fault_that_is_missed_makes_the_run_invalid(page: None, tmp_path: Path) -> None:
+def test_a_planted_fault_that_is_missed_makes_the_run_invalid(tmp_path: Path) -> None:
     result = judge(tmp_path / "run", FakeEngine(biased_epsilon=0.0))
     verdict = result.analysis.verdict
     assert (verdict.word, verdict.exit_code) == (Word.INVALID, 4)

@@ -127,6 +127,7 @@ def simulate(
     recovered_coin = np.full(count, np.nan)
     wrong_slots = range(max_draft) if fault.only_slot is None else [fault.only_slot]
     columns: dict[str, list[Array]] = {}
+    readings = every_reading(world)
     for position in range(num_positions):
         opens = slot < 0
         step += opens
@@ -137,7 +138,7 @@ def simulate(
         law, q = world.law[token], world.draft[token]
         used = world.unfiltered[token] if fault.unfiltered else law
         exponent = np.where(has_draft, 1 / fault.draft_temperature, 1.0) / fault.temperature
-        hot = used ** exponent[:, None]
+        hot = used if (exponent == 1).all() else used ** exponent[:, None]
         used = hot / hot.sum(axis=1, keepdims=True)
         if fault.bonus_from_wrong_row:
             used = np.where(is_bonus[:, None], world.law[before], used)
@@ -148,9 +149,9 @@ def simulate(
             accept_coin = np.where((slot == 0) & ~np.isnan(recovered_coin), recovered_coin, accept_coin)
         accepted = has_draft & (accept_coin < p_draft / q_draft + fault.epsilon * np.isin(slot, wrong_slots))
         recovered = has_draft & ~accepted
-        one_hot = np.zeros_like(used)
-        one_hot[member, draft] = 1.0
-        residual = np.maximum(used - q, 0.0) if sampled_draft else used * (1 - one_hot)
+        residual = np.maximum(used - q, 0.0) if sampled_draft else used.copy()
+        if not sampled_draft:
+            residual[member, draft] = 0.0
         if fault.keeps_draft:
             residual = used
         residual = np.where(residual.sum(axis=1, keepdims=True) > 0, residual, used)
@@ -159,7 +160,9 @@ def simulate(
         y = np.where(accepted, draft, drawn)
         recovered_coin = np.where(recovered, recover_coin, np.nan)
 
-        f = q if sampled_draft else one_hot
+        read = {name: values[token, y] for name, values in readings.items()}
+        naive = moments_of_one(law[member, draft], y == draft)
+        own = {name: read.pop(name) for name in naive}
         row = {
             "position": np.full(count, position),
             "token_id": y,
@@ -168,9 +171,9 @@ def simulate(
             "num_draft": num_draft,
             "is_draft": has_draft & (y == draft),
             "step": step,
-            **law_columns(law, y, rng),
-            **{name: values * has_draft for name, values in moments(law, f, y).items()},
-            **{f"naive_{name}": values * has_draft for name, values in moments(law, one_hot, y).items()},
+            **law_columns(read, rng),
+            **{name: values * has_draft for name, values in (own if sampled_draft else naive).items()},
+            **{f"naive_{name}": values * has_draft for name, values in naive.items()},
         }
         for name, values in row.items():
             columns.setdefault(name, []).append(values.copy())
@@ -197,31 +200,47 @@ def invert(weights: Floats, coins: Floats) -> npt.NDArray[np.int64]:
     return np.minimum((cumulative <= coins[:, None] * cumulative[:, -1:]).sum(axis=1), last)
 
 
-def law_columns(law: Floats, y: Array, rng: np.random.Generator) -> dict[str, Array]:
-    """What the scorer records of law [n, vocab] at tokens y [n]; draws two uniforms a token."""
-    index = np.arange(len(law))
-    p = law[index, y][:, None]
+def every_reading(world: World) -> dict[str, Floats]:
+    """What a scorer finds at each token under each law, [vocab, vocab] by the token before and the token."""
+    law, q = world.law, world.draft
+    p, rivals, tokens = law[:, :, None], law[:, None, :], np.arange(len(law))
     logs = np.log(np.where(law > 0, law, 1.0))
-    entropy = -(law * logs).sum(axis=1)
-    above, ties = (law * (law > p)).sum(axis=1), (law * (law == p)).sum(axis=1)
-    below = (law * (np.arange(law.shape[1]) < y[:, None])).sum(axis=1)
-    return {
-        "p_token": p[:, 0],
-        "pit_rank": np.minimum(above + rng.random(len(law)) * ties, 1.0),
-        "pit_vocab": np.minimum(below + rng.random(len(law)) * p[:, 0], 1.0),
+    entropy, mean = -(law * logs).sum(axis=1), (law * q).sum(axis=1)
+    of_law = {
         "entropy": entropy,
         "var_surprisal": np.maximum((law * logs**2).sum(axis=1) - entropy**2, 0.0),
-        "support_violation": p[:, 0] == 0,
+        "q_mean": np.minimum(mean, 1.0),
+        "q_variance": np.maximum((law * q**2).sum(axis=1) - mean**2, 0.0),
+    }
+    return {
+        "p_token": law,
+        "q_token": q,
+        "above": (rivals * (rivals > p)).sum(axis=2),
+        "ties": (rivals * (rivals == p)).sum(axis=2),
+        "below": (rivals * (tokens < tokens[:, None])).sum(axis=2),
+        **{name: np.repeat(values[:, None], len(law), axis=1) for name, values in of_law.items()},
     }
 
 
-def moments(law: Floats, f: Floats, y: Array) -> dict[str, Floats]:
-    """f at the token, and its mean and variance over the law."""
-    mean = (law * f).sum(axis=1)
+def law_columns(read: dict[str, Floats], rng: np.random.Generator) -> dict[str, Array]:
+    """What the scorer records of tokens [n] with these readings; draws two uniforms a token."""
+    p, count = read["p_token"], len(read["p_token"])
     return {
-        "q_token": f[np.arange(len(f)), y],
-        "q_mean": np.minimum(mean, 1.0),
-        "q_variance": np.maximum((law * f**2).sum(axis=1) - mean**2, 0.0),
+        "p_token": p,
+        "pit_rank": np.minimum(read["above"] + rng.random(count) * read["ties"], 1.0),
+        "pit_vocab": np.minimum(read["below"] + rng.random(count) * p, 1.0),
+        "entropy": read["entropy"],
+        "var_surprisal": read["var_surprisal"],
+        "support_violation": p == 0,
+    }
+
+
+def moments_of_one(p_draft: Floats, hit: Array) -> dict[str, Floats]:
+    """Of the point mass at a draft of probability p: at the token, and its mean and variance over the law."""
+    return {
+        "q_token": hit.astype(np.float64),
+        "q_mean": np.minimum(p_draft, 1.0),
+        "q_variance": np.maximum(p_draft - p_draft**2, 0.0),
     }
 
 
