@@ -111,7 +111,7 @@ def test_plain_texts_are_the_hosts_too(drafter: str | None, acceptance: str, lau
         generations = own(backend, acceptance=acceptance, **settings).generate(
             requests(), speculative=False, on_tokens=told.append
         )
-        made.append(noted(generations))
+        made.append([noted(generations), [(g.steps.tolist(), g.batch_rows.tolist()) for g in generations]])
     assert len(launched) > 20
     assert made[0] == made[1]
     assert sum(told) == 2 * sum(request.max_tokens for request in requests())
