@@ -345,8 +345,9 @@ class Round:
     def draft(self, places: Places, plan: AttentionPlan | None) -> BlockDrafts:
         """`width` drafts for each of the N requests."""
         drafter = self._drafter
-        if drafter is None or plan is None:
+        if drafter is None:
             return BlockDrafts(self._newest.new_empty(len(self._newest), 0), None, None)
+        assert plan is not None  # of the blocks
         slots, positions = (column[:, : drafter.block_size].reshape(-1) for column in places)
         fed = drafter.block_token_ids(self._newest).view(-1)
         return drafter.draft_rows(fed, slots, positions, plan, self._kv, self._width, self._params, self._streams)
