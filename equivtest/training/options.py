@@ -92,8 +92,9 @@ class LoopOptions:
     reach_share: float = 0.5
     """Share of a slot's weight that counts only where all drafts before it are the text's."""
     kept_share: float = 0.0
-    """Share of the loss that is the drafts of a block that the chain rule does not keep for T .8 top_p .95 (of the 32
-    likeliest tokens), of drafts drawn at T .8 from all that the drafter says. For a drafter that knows the law roughly already: where q has nothing, there is nothing to pull at."""
+    """Share of the loss that is the drafts of a block that the chain rule does not keep for T .8 top_p .95, of the 32
+    likeliest tokens, of drafts drawn at T .8 from all that the drafter says. For a drafter that knows the law roughly
+    already: where q has nothing, there is nothing to pull at."""
     known_share: float = 0.75
     """Share of the later slots that a Markov head lets know the token before them."""
     seed: int = 0
