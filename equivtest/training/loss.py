@@ -115,16 +115,17 @@ def _add_kept(slope: Tensor, logits: Tensor, kept: Kept, part: slice) -> Tensor:
     slope, logits: [n * K, vocab_size].
     """
     ids, wanted = kept.token_ids[part], kept.probs[part].float()
-    law = torch.softmax(logits / kept.temperature, dim=-1)
-    given = law.gather(1, ids.flatten(0, 1)).float().view(ids.shape)
+    law = torch.softmax(logits.float() / kept.temperature, dim=-1)
+    given = law.gather(1, ids.flatten(0, 1)).view(ids.shape)
     overlaps = torch.minimum(given, wanted).sum(dim=-1)
     reach = overlaps.cumprod(dim=1)
     # Of the block's sum by the overlap of slot k: all terms from k on have it as a factor.
     factors = reach.flip(1).cumsum(dim=1).flip(1) / overlaps.clamp_min(torch.finfo(torch.float32).tiny)
     # An overlap grows where q is below p, and the law's slope is q (1[token] - q).
     pulled = torch.where(given < wanted, given, 0.0) * (factors * kept.weight / kept.temperature)[..., None]
-    slope.add_(law.mul_(pulled.sum(dim=-1).view(-1, 1).to(law.dtype)))
-    slope.scatter_add_(1, ids.flatten(0, 1), -pulled.flatten(0, 1).to(slope.dtype))
+    # In float32, for a sure token's two parts all but cancel.
+    law.mul_(pulled.sum(dim=-1).view(-1, 1)).scatter_add_(1, ids.flatten(0, 1), -pulled.flatten(0, 1))
+    slope.add_(law)
     return kept.weight * (overlaps.numel() - reach.sum())
 
 

@@ -143,6 +143,23 @@ def test_in_bfloat16_the_gradient_is_right_to_its_rounding() -> None:
     assert float((hidden.grad - exact).norm() / exact.norm()) < 0.02
 
 
+def test_for_kept_drafts_only_the_sum_is_rounded_to_bfloat16() -> None:
+    """Of sure drafters, whose law the target's nearly is, and whose gradient's parts all but cancel."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(40 * 5, 2000, generator=generator)).bfloat16()
+    near = logits.float() + 0.1 * torch.randn(logits.shape, generator=generator)
+    top = (near / 0.8).softmax(dim=-1).topk(16)
+    probs = top.values / top.values.sum(dim=-1, keepdim=True)
+    kept = Kept(top.indices.view(40, 5, 16), probs.view(40, 5, 16), 0.8, 1.0)
+    exact, rounded = torch.zeros(logits.shape), torch.zeros_like(logits)
+    totals = [
+        module._add_kept(slope, given, kept, slice(0, 40))
+        for slope, given in ((exact, logits.float()), (rounded, logits))
+    ]
+    assert totals[0] == totals[1]
+    assert float((rounded - exact).norm() / exact.norm()) < 0.005
+
+
 def test_slots_weigh_less_the_later_they_are() -> None:
     weights = slot_weights(7, 4.0)
     torch.testing.assert_close(weights[1:] / weights[:-1], torch.full((6,), 2.718281828 ** (-1 / 4)))
