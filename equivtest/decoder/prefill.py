@@ -73,8 +73,7 @@ def cache_for(
     follower: what may read along, now or at a later call.
     """
     companion, lookahead = (None, 0) if follower is None else (follower.config, follower.lookahead)
-    # A round makes room for a row more than it feeds.
-    last_fed = table.prompt_lengths + table.max_tokens - 1 + max(1, lookahead)
+    last_fed = table.prompt_lengths + table.max_tokens - 1 + lookahead
     private = -(-last_fed // PAGE_SIZE) - (table.prompt_lengths - 1) // PAGE_SIZE
     shared = _prompt_pages(table, max_batch)
     num_pages = max(1, int(np.sort(private)[::-1][:max_batch].sum()) + shared)

@@ -158,7 +158,10 @@ class DeviceRounds:
         drafter = self.drafter_of(width)
         width = width if drafter is None else min(width, drafter.num_drafts)
         lengths, remaining = table.lengths[rows], table.remaining[rows]
-        batch = kv.extend(sequences, remaining + self.rows_each(width))
+        # With drafts, a request may be done while rounds of it are still launched, and stands at its last token then.
+        # It takes as many plain rounds as tokens, and no more of them are launched.
+        past_the_end = self.rows_each(width) if width else 0
+        batch = kv.extend(sequences, remaining + past_the_end)
         made = self._round_for(len(rows), batch.page_table.shape[1], width, kv, scratch)
         newest = table.token_ids[rows, lengths - 1]
         made.load(batch.page_table, lengths, table.generated[rows], remaining, newest, params, keys)

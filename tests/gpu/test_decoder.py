@@ -288,8 +288,8 @@ class CountWaits:
 def test_a_step_waits_for_the_device_once(
     drafter: str | None, smollm2_checkpoint: Checkpoint, prompts: list[tuple[int, ...]]
 ) -> None:
-    """The one wait is for the event after what was committed. The first call captures graphs, which wait for each
-    other."""
+    """Of those that the host lays out, as it does under a fault. The one wait is for the event after what was
+    committed. The first call captures graphs, which wait for each other."""
     model = on_gpu(smollm2_checkpoint, get_backend("cuda"), torch.bfloat16)
     made = executor(model, drafter or "ngram")
     requests = requests_for(prompts, CONFIGS["topp95"], max_tokens=24)

@@ -78,9 +78,9 @@ def test_greedy_text_is_the_same_with_and_without_speculation(backend: KernelBac
     assert any(Origin.ACCEPTED in g.origins for g in on)
 
 
-@pytest.mark.parametrize("acceptance", ["chain", "match"])
+@pytest.mark.parametrize(("acceptance", "speculative"), [("chain", True), ("match", True), ("chain", False)])
 @pytest.mark.parametrize("max_batch", [1, 7, 24])
-def test_rounds_that_the_device_lays_out_are_the_hosts(acceptance: str, max_batch: int) -> None:
+def test_rounds_that_the_device_lays_out_are_the_hosts(acceptance: str, max_batch: int, *, speculative: bool) -> None:
     """In graphs, read late; tests/decoder/test_rounds.py has the twins. One text in 24 may part at a near-tie: rows of
     another shape are multiplied in another order."""
     try:
@@ -95,9 +95,9 @@ def test_rounds_that_the_device_lays_out_are_the_hosts(acceptance: str, max_batc
         for index, request in enumerate(requests_for(random_prompts(24), CONFIGS["topp95"]))
     ]
     assert executor._rounds is not None
-    own, again = (executor.generate(requests, speculative=True) for _ in range(2))
+    own, again = (executor.generate(requests, speculative=speculative) for _ in range(2))
     assert executor._rounds._rounds
     assert texts(again) == texts(own)
     executor._rounds = None
-    by_host = executor.generate(requests, speculative=True)
+    by_host = executor.generate(requests, speculative=speculative)
     assert sum(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(own, by_host, strict=True)) <= 1

@@ -18,6 +18,7 @@ from equivtest.decoder.drafters.dflash_network import DFlashConfig, DFlashNetwor
 from equivtest.decoder.weights import Checkpoint
 from equivtest.engines.decoder import DecoderEngine
 from equivtest.errors import InvalidSetting, RunExists, RunMismatch, RunNotFound, UnsupportedModel
+from equivtest.training.card import card as card_text
 from equivtest.training.chat_frame import ChatFrame
 from equivtest.training.options import LoopOptions, NetworkOptions, TextOptions
 from equivtest.training.train import network_config, new_network, spread_layers, start_from, unused_token
@@ -122,6 +123,9 @@ def test_the_card_says_how_it_was_made_and_how_well_it_drafts(made: tuple) -> No
         assert len(row["by_slot"]) == 3
         assert row["decoded"] is not None
     assert not re.search(r"\{|None|nan", card)
+    assert "not kept" not in card
+    record["options"]["loop"]["kept_share"] = 0.25
+    assert "a share of 0.25 of the loss is the drafts not kept" in card_text(record, evaluation)
 
 
 def test_a_folder_that_holds_a_run_is_not_trained_over(made: tuple) -> None:
