@@ -191,7 +191,7 @@ class Executor:
                     scratch=scratch,
                     follower=follower,
                 )
-                told(stages.commit(step, *stages.start(step)))
+                told(stages.run(step))
                 index += 1
             finished = table.remaining[rows] <= 0
             if finished.any():

@@ -209,14 +209,6 @@ class FusedStage(Protocol):
     def __call__(self, step: StepInput, drafts: Drafts, scored: Scored) -> SpecAccept: ...
 
 
-class Outcome(NamedTuple):
-    """What a step hands to its commit."""
-
-    drafts: Drafts
-    accepted: SpecAccept
-    logprobs: Float32Array | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """One decoder step. `dataclasses.replace` swaps a stage."""
@@ -231,13 +223,13 @@ class Stages:
     fused: FusedStage | None = None
     """Takes the place of verify and accept where neither is wrapped and nobody asks for what verify writes."""
 
-    def start(self, step: StepInput) -> Outcome:
-        """One step of the batch up to its commit."""
+    def run(self, step: StepInput) -> int:
+        """One step of the batch. Returns the number of tokens that it committed."""
         drafts = self.propose(step)
         scored = self.forward(step, drafts)
         processed = self.process(step, drafts, scored)
         if self.fused is not None and self.fused.stands_for(self, step):
-            return Outcome(drafts, self.fused(step, drafts, processed), None)
+            return self.commit(step, drafts, self.fused(step, drafts, processed), None)
         target_probs = self.verify(step, drafts, processed)
         accepted = self.accept(step, drafts, target_probs)
-        return Outcome(drafts, accepted, self.report(step, drafts, scored, target_probs, accepted))
+        return self.commit(step, drafts, accepted, self.report(step, drafts, scored, target_probs, accepted))

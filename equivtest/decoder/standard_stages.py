@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ class CommitEmitted:
         return step.table.up_to_stop(step.requests, output_token_ids, counts)
 
     def __call__(self, step: StepInput, drafts: Drafts, accepted: SpecAccept, logprobs: Float32Array | None) -> int:
-        output_token_ids, emitted = Reading(accepted, drafts).wait()
+        output_token_ids, emitted = read(accepted, drafts)
         counts = self.crop(step, output_token_ids, emitted + 1)
         num_tokens = step.table.append(
             step.requests,
@@ -167,46 +168,38 @@ class CommitEmitted:
         return num_tokens
 
 
-class Reading:
-    """output_token_ids [B, K+1] and emitted [B] of a step on their way to the host: one copy, the step's one wait.
+def read(accepted: SpecAccept, drafts: Drafts) -> tuple[Int64Array, Int64Array]:
+    """output_token_ids [B, K+1] and emitted [B] of a step on the host, int64: one copy, the step's one wait.
 
-    Drafts that are still on the device come along.
+    Drafts that are still on the device come along. Raises InvalidKernelInput where a kernel refused a row.
     """
+    parts = [accepted.output_token_ids, accepted.emitted, accepted.refusal, drafts.unread]
+    held = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts if part is not None])
+    if held.is_cuda:
+        held = held.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        arrived.synchronize()
+    output_token_ids, emitted, refusal, unread = _apart(held.numpy(), parts)
+    assert output_token_ids is not None
+    assert emitted is not None
+    if refusal is not None:
+        raise_refusal("accept_logits", refusal)
+    if unread is not None:
+        drafts.have_read(unread)
+    return output_token_ids, emitted.astype(np.int64)
 
-    def __init__(self, accepted: SpecAccept, drafts: Drafts) -> None:
-        parts = [accepted.output_token_ids, accepted.emitted, accepted.refusal, drafts.unread]
-        self._drafts, self._parts = drafts, parts
-        self._held = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts if part is not None])
-        self._arrived: torch.cuda.Event | None = None
-        if self._held.is_cuda:
-            self._held = self._held.to("cpu", non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
 
-    def wait(self) -> tuple[Int64Array, Int64Array]:
-        """Both on the host, int64. Raises InvalidKernelInput where a kernel refused a row."""
-        output_token_ids, emitted, refusal, unread = self._read()
-        assert output_token_ids is not None
-        assert emitted is not None
-        if refusal is not None:
-            raise_refusal("accept_logits", refusal)
-        if unread is not None:
-            self._drafts.have_read(unread)
-        return output_token_ids, emitted.astype(np.int64)
-
-    def _read(self) -> list[np.ndarray[Any, Any] | None]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        held, offset = self._held.numpy(), 0
-        read: list[np.ndarray[Any, Any] | None] = []
-        for part in self._parts:
-            if part is None:
-                read.append(None)
-                continue
-            values = np.frombuffer(held, _NUMPY[part.dtype], part.numel(), offset).reshape(part.shape)
-            read.append(values)
-            offset += values.nbytes
-        return read
+def _apart(held: np.ndarray[Any, Any], parts: Sequence[Tensor | None]) -> Iterator[np.ndarray[Any, Any] | None]:
+    """The parts whose bytes stand in `held` one behind the other."""
+    offset = 0
+    for part in parts:
+        if part is None:
+            yield None
+            continue
+        values = np.frombuffer(held, _NUMPY[part.dtype], part.numel(), offset).reshape(part.shape)
+        offset += values.nbytes
+        yield values
 
 
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64}
