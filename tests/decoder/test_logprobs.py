@@ -17,6 +17,7 @@ from equivtest.decoder.standard_stages import ReportLogprobs
 from equivtest.kernels.contract import SpecAccept
 from equivtest.kernels.registry import get_backend
 from equivtest.records import Generation, LogprobKind, Request, SamplingParams
+from tests.decoder.finished import PROMPT, finished
 from tests.decoder.scenarios import (
     CONFIGS,
     GREEDY,
@@ -28,7 +29,7 @@ from tests.decoder.scenarios import (
     slowly_processed,
     texts,
 )
-from tests.decoder.test_scorer import EOS, EVERYTHING, PROMPT, STOPS, finished, float64_law
+from tests.decoder.test_scorer import EOS, EVERYTHING, STOPS, float64_law
 from tests.decoder.tiny_models import tiny_model
 
 KINDS: tuple[LogprobKind | None, ...] = ("raw", "processed", None)

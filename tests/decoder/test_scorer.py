@@ -7,11 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from equivtest.decoder.draft_laws import ModelLaws, draft_laws
 from equivtest.decoder.drafters.dflash import DFlashDrafter
-from equivtest.decoder.executor import Executor, FaultWrap
+from equivtest.decoder.executor import Executor
 from equivtest.decoder.finished_samples import FinishedSamples
 from equivtest.decoder.model import Model
 from equivtest.decoder.scorer import Law, Reading, Scorer, _as_probs
@@ -20,31 +19,23 @@ from equivtest.errors import InvalidSetting, UnsupportedSampling
 from equivtest.faults import get_fault
 from equivtest.kernels.contract import KernelBackend
 from equivtest.kernels.registry import get_backend
-from equivtest.records import Generation, LawColumns, Origin, Request, SamplingParams
+from equivtest.records import LawColumns, SamplingParams
 from equivtest.rng import Purpose, uniforms
-from equivtest.stats.law import LawResult, law_family
-from equivtest.stats.scored import ScoredTokens
 from tests.decoder.dflash_drafters import dflash_drafter
+from tests.decoder.finished import PROCESSED, PROMPT, finished
 from tests.decoder.incapable_backend import IncapableBackend
 from tests.decoder.scenarios import (
     CONFIGS,
     GREEDY,
     build,
     fresh_logits,
-    random_prompts,
     requests_for,
     slowly_processed,
 )
 from tests.decoder.tiny_models import tiny_model
 
 UNFILTERED = SamplingParams(temperature=1.0)
-PROMPT = random_prompts(3)[1]
 EOS = 50
-DRAWN_BLOCKS = "dflash with a Markov head"
-PROCESSED = SamplingParams(
-    temperature=0.8, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.6, presence_penalty=-0.4,
-    logit_bias=tuple((i, -100.0 if i % 4 == 1 else 1.0) for i in range(97) if i % 4 in (1, 2)),
-)  # fmt: skip
 STOPS = SamplingParams(temperature=0.9, stop_token_ids=tuple(range(5, 97, 8)), ignore_eos=False, min_tokens=2)
 EVERYTHING = dataclasses.replace(PROCESSED, stop_token_ids=STOPS.stop_token_ids, ignore_eos=False, min_tokens=2)
 
@@ -52,23 +43,6 @@ EVERYTHING = dataclasses.replace(PROCESSED, stop_token_ids=STOPS.stop_token_ids,
 @pytest.fixture(params=["reference", "cpp"])
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
     return get_backend(request.param)
-
-
-def padded(column: np.ndarray, length: int, value: int) -> np.ndarray:
-    return np.append(column, np.full(length - len(column), value, column.dtype))
-
-
-def finished(requests: list[Request], generations: list[Generation]) -> FinishedSamples:
-    """As samples on disk have it: after a stop token the same token to the end, and no draft."""
-    length = requests[0].max_tokens
-    return FinishedSamples(
-        prompt_token_ids=requests[0].prompt_token_ids,
-        params=requests[0].params,
-        token_ids=np.stack([padded(g.token_ids, length, g.token_ids[-1]) for g in generations]),
-        draft_token_ids=np.stack([padded(g.draft_token_ids, length, -1) for g in generations]),
-        slots=np.stack([padded(g.slots, length, -1) for g in generations]),
-        stream_keys=np.array([r.stream_key for r in requests]),
-    )
 
 
 def decoded(
@@ -389,84 +363,6 @@ def test_tokens_that_the_filters_remove_are_violations() -> None:
     expected = brute_force(model, samples)
     assert_close(law, expected)
     assert 0.5 < law.support_violation.mean() < 1
-
-
-def scored(law: LawColumns, generations: list[Generation]) -> ScoredTokens:
-    num_samples, num_positions = law.p_token.shape
-    origins = list(Origin)
-    whole = {
-        "origin": [[origins.index(origin) for origin in g.origins] for g in generations],
-        "token_id": [g.token_ids for g in generations],
-        "slot": [g.slots for g in generations],
-        "num_draft": [g.num_drafts for g in generations],
-        "is_draft": [g.token_ids == g.draft_token_ids for g in generations],
-        "step": [g.steps for g in generations],
-        "batch_row": [g.batch_rows for g in generations],
-        "sample": np.repeat(np.arange(num_samples), num_positions),
-        "position": np.tile(np.arange(num_positions), num_samples),
-        "batch": np.zeros(law.p_token.size),
-        "group": np.zeros(law.p_token.size),
-    }
-    columns = {f.name: getattr(law, f.name).ravel() for f in dataclasses.fields(law)}
-    drafts = columns.pop("has_draft")
-    del columns["p_draft"]
-    for name in ("q_token", "q_mean", "q_variance"):
-        columns[name] = columns[name] * drafts
-    return ScoredTokens(**columns, **{name: np.array(values).ravel() for name, values in whole.items()})
-
-
-def judged(drafter: str, params: SamplingParams, *faults: FaultWrap | None) -> list[LawResult]:
-    """What the law family says of 600 samples of 12 tokens, decoded with each fault."""
-    backend = get_backend("cpp")
-    executor = build(backend, drafter, max_draft=3, max_batch=600)
-    scorer = Scorer(executor.model, backend, drafts=draft_laws(executor.drafter, backend))
-    requests = requests_for([PROMPT] * 600, params, max_tokens=12, run="law")
-    results = []
-    for fault in faults:
-        generations = executor.generate(requests, speculative=True, fault=fault)
-        results.append(law_family(scored(scorer.score(finished(requests, generations)), generations), drafter))
-    return results
-
-
-@pytest.mark.parametrize("params", [CONFIGS["topp95"], PROCESSED], ids=["topp95", "processed"])
-@pytest.mark.parametrize("drafter", ["early_exit", "model", DRAWN_BLOCKS])
-def test_a_correct_decoder_follows_the_law_and_an_inflated_one_does_not(drafter: str, params: SamplingParams) -> None:
-    """No test of the family below 1e-3 after Holm's correction (once in 1,000 runs; the seed is fixed). The twin
-    accepts drafts with .2 too much."""
-    correct, inflated = judged(drafter, params, None, get_fault("inflated_acceptance", epsilon=0.2))
-    assert correct.flagged(1e-3) == ()
-    assert correct.named("support").statistic == 0
-    assert "bias" in {e.name for e in inflated.flagged(1e-3)}
-
-
-@pytest.mark.parametrize("drafter", ["model", DRAWN_BLOCKS])
-def test_drafts_that_are_judged_by_the_law_of_another_slot_are_found(drafter: str) -> None:
-    """Another twin of the test above: drafts are handed on with the law of the slot before their own."""
-
-    def misjudged(stages: Stages) -> Stages:
-        def propose(step: StepInput) -> Drafts:
-            drafts = stages.propose(step)
-            return drafts if drafts.probs is None else drafts.with_probs(drafts.probs.roll(1, dims=1))
-
-        return dataclasses.replace(stages, propose=propose)
-
-    (result,) = judged(drafter, CONFIGS["topp95"], misjudged)
-    assert "bias" in {e.name for e in result.flagged(1e-3)}
-
-
-def test_the_transforms_are_uniform_and_share_no_coin_with_the_sample() -> None:
-    """Kolmogorov-Smirnov on 9,600 transforms of plain samples, and their correlation with the coins the tokens were
-    drawn with beyond what the token itself says; each claim fails once in 10,000 seeds."""
-    backend = get_backend("cpp")
-    executor = build(backend, "early_exit", max_batch=800)
-    requests = requests_for([PROMPT] * 800, UNFILTERED, max_tokens=12, run="pit")
-    samples = finished(requests, executor.generate(requests, speculative=False))
-    law = Scorer(executor.model, backend).score(samples)
-    for values in (law.pit_rank, law.pit_vocab):
-        assert stats.kstest(values.ravel(), "uniform").pvalue > 1e-4
-    drawn_with = uniforms(samples.stream_keys[:, None], np.arange(12), Purpose.PLAIN)
-    score = uniforms(samples.stream_keys[:, None], np.arange(12), Purpose.SCORE)
-    assert abs(np.corrcoef(drawn_with.ravel(), score.ravel())[0, 1]) < 3.9 / np.sqrt(score.size)
 
 
 def test_what_cannot_be_scored_is_refused_before_any_work() -> None:

@@ -28,6 +28,7 @@ from equivtest.records import LawColumns, SamplingParams
 from equivtest.rng import Purpose, uniforms
 from equivtest.stats.law import LawResult, law_family
 from equivtest.stats.marginal import MarginalResult, marginal_family
+from tests.decoder.finished import finished, scored
 from tests.decoder.scenarios import (
     CONFIGS,
     build,
@@ -37,7 +38,6 @@ from tests.decoder.scenarios import (
     sequence_law,
     texts,
 )
-from tests.decoder.test_scorer import finished, scored
 from tests.decoder.tiny_models import tiny_model
 from tests.faults.planted import (
     Round,

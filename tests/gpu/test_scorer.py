@@ -19,9 +19,9 @@ from equivtest.errors import KernelUnavailable
 from equivtest.kernels.registry import get_backend
 from equivtest.records import LawColumns
 from tests.decoder.dflash_drafters import dflash_drafter
+from tests.decoder.finished import finished
 from tests.decoder.scenarios import CONFIGS, build, random_prompts, requests_for
 from tests.decoder.test_law_columns import every_column, scaled_laws
-from tests.decoder.test_scorer import finished
 from tests.decoder.tiny_models import tiny_checkpoint, tiny_model
 
 pytestmark = [
