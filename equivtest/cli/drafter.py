@@ -147,6 +147,7 @@ def train(out: Path, resume: bool, target_layers: str | None, no_evaluation: boo
 def evaluate(folder: Path, as_json: bool, num_held_out: int, seed: int, **values: Any) -> int:
     """Measure how many drafts of the drafter in FOLDER are accepted, greedy, at T .8 top_p .95 and at T 1 top_k 50.
 
+    The likeliest drafts and, where it has a Markov head, those drawn from the request's law (--drafts drawn of a run).
     On the built-in prompts and, where the folder names them, on questions held out from training.
     """
     from equivtest.training import train as training

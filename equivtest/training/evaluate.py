@@ -1,12 +1,14 @@
-"""How many of a drafter's drafts its target accepts, by teacher forcing.
+"""How many of a drafter's drafts its target accepts under the chain rule, by teacher forcing.
 
-The target samples texts without a drafter; then the drafter drafts at every place of them at once. A draft of a greedy
-drafter is accepted with the probability that the target's law gives it, and what is put out follows that law either
-way: so the text may be drawn first, and a draft is accepted when it is the text's token. Rounds are walked as a decoder
-would take them, each anchor behind what the round before put out; only rounds with a whole block inside the text count.
+The target samples texts without a drafter; then the drafter drafts at every place of them at once. What is put out
+follows the target's law p whatever is drafted. So the text may be drawn first: a draft from q is then accepted with the
+probability min(1, q / p) of the text's token, which for a draft that is sure is whether it is that token (arXiv
+2211.17192). Rounds are walked as a decoder would take them, each anchor behind what the round before put out; only
+rounds with a whole block inside the text count.
 
-The mean number of accepted drafts is that of sum_k [the first k drafts are the text's] p(draft k), whose expectation
-over the text is the product of p along the drafts, summed: nothing depends on the last coin, which makes it exacter.
+The mean number of accepted drafts is the sum over slots of the chance that all drafts before are accepted, a product of
+min(1, q / p) along the text, times the chance of the slot's own, the sum over tokens of min(p, q). The coins decide
+where rounds begin and nothing else, which makes the mean exacter.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from equivtest.decoder.drafters.dflash_network import DFlashNetwork
+from equivtest.decoder.drafters.dflash_network import DFlashConfig, DFlashNetwork
 from equivtest.engines.base import Engine
 from equivtest.errors import InvalidSetting
 from equivtest.kernels.contract import RowParams
 from equivtest.protocol.configs import CONFIGS
 from equivtest.protocol.prompts import load_prompt_set
 from equivtest.records import Generation, Origin, Request, SamplingParams
-from equivtest.rng import stream_key
+from equivtest.rng import Purpose, stream_key, uniforms
 from equivtest.training.chat_frame import TokenIds
 from equivtest.training.loop import mixed_precision, predict
 from equivtest.training.target import Target
@@ -38,6 +40,8 @@ from equivtest.training.watch import Watcher
 Floats = npt.NDArray[np.float64]
 
 CONFIG_NAMES = ("greedy", "topp95", "topk50")
+LIKELIEST, DRAWN = "likeliest", "drawn"
+"""What a drafter proposes: see `equivtest.decoder.drafters.dflash.DFlashDrafter`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,8 @@ class Acceptance:
     prompts: str
     """prompts (the built-in ones) or held_out."""
     config: str
+    drafts: str
+    """LIKELIEST or DRAWN."""
     num_texts: int
     num_rounds: int
     accepted: float
@@ -88,6 +94,10 @@ class Asked:
     @property
     def params(self) -> SamplingParams:
         return CONFIGS[self.config]
+
+    def kinds(self, network: DFlashConfig) -> tuple[str, ...]:
+        """The drafts that differ: one that is drawn takes a Markov head, and a greedy request draws nothing."""
+        return (LIKELIEST, DRAWN) if network.markov_head and not self.params.greedy else (LIKELIEST,)
 
 
 def evaluation_requests(engine: Engine, held_out: Sequence[TokenIds], options: EvaluationOptions) -> list[Asked]:
@@ -120,12 +130,12 @@ def evaluate(
     answers: Sequence[Sequence[Generation]],
     watcher: Watcher,
     *,
-    decoded: Sequence[float | None] | None = None,
+    decoded: Sequence[Mapping[str, float]] | None = None,
 ) -> list[Acceptance]:
-    """One row for each entry of `asked`.
+    """One row for each entry of `asked` and kind of drafts.
 
-    answers: what the target put out without a drafter. decoded: see `Acceptance`. Raises InvalidSetting for answers
-    shorter than a block.
+    answers: what the target put out without a drafter. decoded: of each entry, `Acceptance.decoded` by kind. Raises
+    InvalidSetting for answers shorter than a block.
     """
     network.eval()
     with torch.inference_mode():
@@ -134,32 +144,39 @@ def evaluate(
     watcher.stage("evaluate", sum(len(one.requests) for one in asked))
     done = 0
     for index, (one, generations) in enumerate(zip(asked, answers, strict=True)):
-        walks = []
+        walks: dict[str, list[tuple[Floats, Floats]]] = {kind: [] for kind in one.kinds(network.config)}
         for request, generation in zip(one.requests, generations, strict=True):
-            text = torch.tensor([*request.prompt_token_ids, *generation.token_ids.tolist()], device=target.device)
-            judged = _judged(network, target, text, len(request.prompt_token_ids), request.params, successors)
-            walks.append(walk(*judged))
+            answer = generation.token_ids.tolist()
+            text = torch.tensor([*request.prompt_token_ids, *answer], device=target.device)
+            judged = _judged(network, target, text, len(request.prompt_token_ids), one, successors)
+            # Plain decoding tossed no such coin.
+            coins = uniforms(np.array(request.stream_key), np.arange(len(answer)), Purpose.ACCEPT)
+            for kind, places in judged.items():
+                walks[kind].append(walk(*places, coins))
             done += 1
             watcher.advance(done, f"{one.prompts} {one.config}")
-        found = _acceptance(one, walks, None if decoded is None else decoded[index])
-        rows.append(found)
+        found = {} if decoded is None else decoded[index]
+        rows += [_acceptance(one, kind, each, found.get(kind)) for kind, each in walks.items()]
     return rows
 
 
-def walk(hits: npt.NDArray[np.bool_], probs: Floats) -> tuple[Floats, Floats]:
+def walk(kept: Floats, overlaps: Floats, coins: Floats) -> tuple[Floats, Floats]:
     """The rounds that a decoder would take through one text.
 
-    hits: bool [num_places, K], whether draft k at each place is the text's token. probs: float64 of that shape, the
-    law's probability of each draft. Returns two float64 [num_rounds, K]: 1 where the slot was reached, and there the
-    draft's probability, else 0.
+    kept: float64 [num_places, K], the chance that the chain rule keeps draft k of each place, given that the text's
+    tokens come out. overlaps: of that shape, its chance given the tokens before. coins: [at least num_places + K - 1]
+    in 0..1, one a token of the text, by which a draft is kept. Returns two float64 [num_rounds, K]: the chance that the
+    slot is reached, and that times its overlap.
     """
-    accepted = np.cumprod(hits, axis=1).sum(axis=1)
+    slots = np.arange(kept.shape[1])
+    accepted = np.cumprod(coins[np.arange(len(kept))[:, None] + slots] < kept, axis=1).sum(axis=1)
     places, place = [], 0
-    while place < len(hits):
+    while place < len(kept):
         places.append(place)
         place += int(accepted[place]) + 1
-    reached = np.arange(hits.shape[1]) <= accepted[places, None]
-    return reached.astype(np.float64), np.where(reached, probs[places], 0.0)
+    reached = np.ones((len(places), len(slots)))
+    reached[:, 1:] = np.cumprod(kept[places, :-1], axis=1)
+    return reached, reached * overlaps[places]
 
 
 def decoded_acceptance(generations: Sequence[Generation], num_drafts: int) -> float:
@@ -176,9 +193,9 @@ def decoded_acceptance(generations: Sequence[Generation], num_drafts: int) -> fl
 
 @torch.inference_mode()
 def _judged(
-    network: DFlashNetwork, target: Target, text: Tensor, start: int, params: SamplingParams, successors: Tensor | None
-) -> tuple[npt.NDArray[np.bool_], Floats]:
-    """Hits and probabilities, see `walk`, of drafts at every place of the answer that has a whole block after it.
+    network: DFlashNetwork, target: Target, text: Tensor, start: int, one: Asked, successors: Tensor | None
+) -> dict[str, tuple[Floats, Floats]]:
+    """By kind of drafts, `kept` and `overlaps` (see `walk`) of every place of the answer with a whole block after it.
 
     text: int64 [text_length]; the answer begins at `start`.
     """
@@ -187,44 +204,51 @@ def _judged(
     if not len(anchors):
         raise InvalidSetting("max_tokens", len(text) - start, f"must be at least {num_drafts}, a block's drafts")
     features, logits = target.features_and_logits(text)
-    drafts = torch.cat(
-        [_drafts(network, target, features, text, part, successors) for part in torch.split(anchors, _MOST_BLOCKS)]
-    )
-    places = anchors[:, None] + torch.arange(num_drafts, device=text.device)
-    asked = logits[start - 1 : -1]
-    rows = RowParams.of([params] * len(asked), asked.device)
     probs_dtype = target.model.backend.capabilities.probs_dtype
+    asked = logits[start - 1 : -1].contiguous()
     laws = torch.empty(asked.shape, dtype=probs_dtype, device=asked.device)
-    target.model.backend.verify_probs(asked.contiguous(), rows, out=laws)
-    probs = laws[places - (start - 1), drafts]
-    return (drafts == text[places + 1]).cpu().numpy(), probs.double().cpu().numpy()
+    target.model.backend.verify_probs(asked, _rows(one, len(asked), text.device), out=laws)
+    parts: dict[str, list[Tensor]] = {kind: [] for kind in one.kinds(network.config)}
+    for part in torch.split(anchors, _MOST_BLOCKS):
+        places = part[:, None] + torch.arange(num_drafts, device=text.device)
+        next_ids, p = text[places + 1], laws[places - (start - 1)]
+        hidden = predict(network, network, target, features[None], part[None], text[part][None])[0]
+        with mixed_precision(target):
+            drafts = network.drafts(hidden, text[part], target.head, successors)
+        overlaps = p.gather(2, drafts[..., None])[..., 0]
+        parts[LIKELIEST].append(torch.stack([(drafts == next_ids).to(p.dtype), overlaps]))
+        if DRAWN in parts:
+            assert successors is not None
+            law = _rows(one, places.numel(), text.device)
+            with mixed_precision(target):
+                q = network.draft_laws(hidden, text[places], target.head, successors, law)
+            given, wanted = (each.gather(2, next_ids[..., None])[..., 0] for each in (q, p))
+            parts[DRAWN].append(torch.stack([(given / wanted).clamp_max(1), torch.minimum(q, p).sum(dim=-1)]))
+    whole = {kind: torch.cat(each, dim=1).double().cpu().numpy() for kind, each in parts.items()}
+    return {kind: (kept, overlaps) for kind, (kept, overlaps) in whole.items()}
 
 
-_MOST_BLOCKS = 256
-"""Blocks drafted at a time: bounds the memory of their attention, not the result."""
+_MOST_BLOCKS = 64
+"""Blocks drafted at a time: bounds the memory of their attention and laws, not the result."""
 
 
-def _drafts(
-    network: DFlashNetwork, target: Target, features: Tensor, text: Tensor, anchors: Tensor, successors: Tensor | None
-) -> Tensor:
-    """int64 [num_anchors, K]."""
-    anchor_ids = text[anchors]
-    hidden = predict(network, network, target, features[None], anchors[None], anchor_ids[None])
-    with mixed_precision(target):
-        return network.drafts(hidden[0], anchor_ids, target.head, successors)
+def _rows(one: Asked, count: int, device: torch.device) -> RowParams:
+    return RowParams.of([one.params] * count, device)
 
 
-def _acceptance(one: Asked, walks: Sequence[tuple[Floats, Floats]], decoded: float | None) -> Acceptance:
+def _acceptance(one: Asked, kind: str, walks: Sequence[tuple[Floats, Floats]], decoded: float | None) -> Acceptance:
     reached, probs = (np.concatenate(column) for column in zip(*walks, strict=True))
     mean = float(probs.sum() / len(probs))
     # Of a ratio: each text's sum less what its number of rounds would make of the mean.
     residuals = np.array([float(p.sum()) - mean * len(p) for _, p in walks])
     num_texts = len(walks)
     spread = num_texts / (num_texts - 1) * float((residuals**2).sum()) if num_texts > 1 else 0.0
-    by_slot = probs.sum(axis=0) / np.maximum(reached.sum(axis=0), 1)
+    reached = reached.sum(axis=0)
+    by_slot = np.divide(probs.sum(axis=0), reached, out=np.zeros_like(reached), where=reached > 0)
     return Acceptance(
         prompts=one.prompts,
         config=one.config,
+        drafts=kind,
         num_texts=num_texts,
         num_rounds=len(probs),
         accepted=mean,
@@ -237,14 +261,14 @@ def _acceptance(one: Asked, walks: Sequence[tuple[Floats, Floats]], decoded: flo
 def acceptance_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A Markdown table of `Acceptance` rows."""
     lines = [
-        "| prompts | config | texts | rounds | accepted a round | by the decoder | by slot, of those that reach it |",
-        "|---|---|---|---|---|---|---|",
+        "| prompts | config | drafts | texts | rounds | accepted a round | by the decoder | by slot, if reached |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         decoded = "-" if row["decoded"] is None else f"{row['decoded']:.2f}"
         slots = " ".join(f"{probability:.2f}".lstrip("0") for probability in row["by_slot"])
         lines.append(
-            f"| {row['prompts']} | {row['config']} | {row['num_texts']:,} | {row['num_rounds']:,} "
+            f"| {row['prompts']} | {row['config']} | {row['drafts']} | {row['num_texts']:,} | {row['num_rounds']:,} "
             f"| {row['accepted']:.2f} ± {row['standard_error']:.2f} | {decoded} | {slots} |"
         )
     return lines

@@ -26,6 +26,8 @@ from equivtest.files import sole_writer, write_whole
 from equivtest.training.card import EVALUATION_FILE, LOG_FILE, RECORD_FILE, write_card
 from equivtest.training.chat_frame import ChatFrame
 from equivtest.training.evaluate import (
+    DRAWN,
+    LIKELIEST,
     Acceptance,
     decoded_acceptance,
     evaluate,
@@ -140,20 +142,28 @@ def evaluate_folder(
     of this target.
     """
     network = DFlashNetwork.load(folder)
-    num_drafts = network.config.num_drafts
+    config = network.config
     loaded = checkpoint or load_checkpoint(resolve_model(engine_options.model, on_progress=watcher.message))
-    drafting = replace(engine_options, drafter="dflash", draft_model=str(folder), draft_len=num_drafts)
+    drafting = replace(engine_options, drafter="dflash", draft_model=str(folder), draft_len=config.num_drafts)
     engine = DecoderEngine.open(drafting, load=lambda: loaded, on_message=watcher.message)
     asked = evaluation_requests(engine, read_held_out(folder), options)
+    drawing = [index for index, one in enumerate(asked) if DRAWN in one.kinds(config)]
+    watcher.stage("answers", 2 * len(asked) + len(drawing))
     answers, decoded = [], []
-    watcher.stage("answers", 2 * len(asked))
     for index, one in enumerate(asked):
         answers.append(engine.generate(one.requests, speculative=False))
         watcher.advance(2 * index + 1, f"{one.prompts} {one.config}, plain")
-        decoded.append(decoded_acceptance(engine.generate(one.requests, speculative=True), num_drafts))
-        watcher.advance(2 * index + 2, f"{one.prompts} {one.config}, with the drafter")
-    target = Target.of(engine.model, loaded, network.config.target_layer_ids)
+        texts = engine.generate(one.requests, speculative=True)
+        decoded.append({LIKELIEST: decoded_acceptance(texts, config.num_drafts)})
+        watcher.advance(2 * index + 2, f"{one.prompts} {one.config}, {LIKELIEST} drafts")
     record = {"options": asdict(options), "subject": dict(engine.describe()), **provenance}
+    if drawing:
+        engine = DecoderEngine.open(replace(drafting, drafts=DRAWN), load=lambda: loaded)
+    for done, index in enumerate(drawing, 2 * len(asked) + 1):
+        texts = engine.generate(asked[index].requests, speculative=True)
+        decoded[index][DRAWN] = decoded_acceptance(texts, config.num_drafts)
+        watcher.advance(done, f"{asked[index].prompts} {asked[index].config}, {DRAWN} drafts")
+    target = Target.of(engine.model, loaded, config.target_layer_ids)
     del engine
     free_memory()
     rows = evaluate(network.to(target.device), target, asked, answers, watcher, decoded=decoded)

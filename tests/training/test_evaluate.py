@@ -21,10 +21,12 @@ from equivtest.pipeline.progress import Silent as NoListener
 from equivtest.protocol.budgets import get_budget
 from equivtest.protocol.plan import Protocol
 from equivtest.protocol.prompts import load_prompt_set
-from equivtest.records import Arm, Generation
+from equivtest.records import Arm, Generation, Request
 from equivtest.stats.law import law_family
 from equivtest.stats.law_martingale import NO_ACCEPTANCE
 from equivtest.training.evaluate import (
+    DRAWN,
+    LIKELIEST,
     Acceptance,
     Asked,
     EvaluationOptions,
@@ -109,29 +111,44 @@ def test_a_drafter_whose_labels_were_shifted_by_one_slot_is_found(
     assert is_better(learned, shifted)
 
 
-@pytest.mark.parametrize("acceptance", ["match", "chain"])
+@pytest.mark.parametrize(("acceptance", "kind"), [("match", LIKELIEST), ("chain", LIKELIEST), ("chain", DRAWN)])
 def test_the_decoder_with_the_drafter_accepts_as_often_as_the_evaluation_says(
-    acceptance: str, network: DFlashNetwork, target: Target, checkpoint: Checkpoint, asked: list, tmp_path: Path
+    acceptance: str,
+    kind: str,
+    network: DFlashNetwork,
+    target: Target,
+    checkpoint: Checkpoint,
+    asked: list,
+    tmp_path: Path,
 ) -> None:
     """Under `match` a decoder puts out the text of plain decoding, and its full rounds are those of the walk, one by
     one. Under `chain` the texts are others of the same law: the means agree within five standard errors, but in one
     run of a million."""
     network.save(tmp_path, torch.float32)
     num_drafts = network.config.num_drafts
-    options = dataclasses.replace(
-        ENGINE, drafter="dflash", draft_model=str(tmp_path), draft_len=num_drafts, acceptance=acceptance
-    )
-    engine = DecoderEngine.open(options, load=lambda: checkpoint)
-    for one in (dataclasses.replace(one, requests=one.requests[:24]) for one in asked[3:]):
+    drafting = {"drafter": "dflash", "draft_model": str(tmp_path), "draft_len": num_drafts, "drafts": kind}
+    engine = DecoderEngine.open(dataclasses.replace(ENGINE, acceptance=acceptance, **drafting), load=lambda: checkpoint)
+    judged = [dataclasses.replace(one, requests=one.requests[:24]) for one in asked[3:]]
+    for one in (one for one in judged if kind in one.kinds(network.config)):
         plain = engine.generate(one.requests, speculative=False)
         drafted = engine.generate(one.requests, speculative=True)
-        (row,) = evaluate(network, target, [one], [plain], Silent())
+        row = by_kind(evaluate(network, target, [one], [plain], Silent()))[kind]
         found = decoded_acceptance(drafted, num_drafts)
         if acceptance == "match":
             assert [g.token_ids.tolist() for g in drafted] == [g.token_ids.tolist() for g in plain]
             walked = rounds_of(network, target, one, plain)
             assert found == pytest.approx(walked)
         assert abs(found - row.accepted) < 5 * 2**0.5 * row.standard_error + 0.02
+
+
+def by_kind(rows: Sequence[Acceptance]) -> dict[str, Acceptance]:
+    return {row.drafts: row for row in rows}
+
+
+def test_drawn_drafts_have_rows_of_their_own_where_they_differ(learned: list[Acceptance]) -> None:
+    kinds = [row.drafts for row in learned if row.prompts == "held_out"]
+    assert kinds == [LIKELIEST, LIKELIEST, DRAWN, LIKELIEST, DRAWN]
+    assert all((row.config, row.drafts) != ("greedy", DRAWN) for row in learned)
 
 
 def test_drawn_drafts_are_held_against_their_own_law(
@@ -158,15 +175,9 @@ def test_drawn_drafts_are_held_against_their_own_law(
 
 def rounds_of(network: DFlashNetwork, target: Target, one: Asked, plain: Sequence[Generation]) -> float:
     """Accepted drafts a round, counted as the text has them instead of by their probabilities."""
-    from equivtest.training.evaluate import _judged
-
-    with torch.inference_mode():
-        successors = network.successors(target.embedding())
-
     counts: list[int] = []
     for request, generation in zip(one.requests, plain, strict=True):
-        text = torch.tensor([*request.prompt_token_ids, *generation.token_ids.tolist()])
-        hits, _ = _judged(network, target, text, len(request.prompt_token_ids), request.params, successors)
+        hits, _ = judged(network, target, one, request, generation)[LIKELIEST]
         accepted, place = hits.cumprod(axis=1).sum(axis=1), 0
         # A decoder offers a whole block only if a token more than that may still come.
         while place < len(hits) - 1:
@@ -175,22 +186,27 @@ def rounds_of(network: DFlashNetwork, target: Target, one: Asked, plain: Sequenc
     return float(np.mean(counts))
 
 
-def test_greedy_acceptance_is_a_match(network: DFlashNetwork, target: Target, asked: list, answers: list) -> None:
+def judged(
+    network: DFlashNetwork, target: Target, one: Asked, request: Request, generation: Generation
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     from equivtest.training.evaluate import _judged
 
     with torch.inference_mode():
         successors = network.successors(target.embedding())
+    text = torch.tensor([*request.prompt_token_ids, *generation.token_ids.tolist()])
+    return _judged(network, target, text, len(request.prompt_token_ids), one, successors)
 
+
+def test_greedy_acceptance_is_a_match(network: DFlashNetwork, target: Target, asked: list, answers: list) -> None:
     one, generations = next((a, g) for a, g in zip(asked, answers, strict=True) if a.config == "greedy")
-    text = torch.tensor([*one.requests[0].prompt_token_ids, *generations[0].token_ids.tolist()])
-    hits, probs = _judged(network, target, text, len(one.requests[0].prompt_token_ids), one.params, successors)
+    hits, probs = judged(network, target, one, one.requests[0], generations[0])[LIKELIEST]
     assert np.array_equal(hits[:, 0], probs[:, 0] == 1)
 
 
 def test_a_walk_goes_from_round_to_round_as_a_decoder_does() -> None:
-    hits = np.array([[1, 0], [0, 0], [1, 1], [1, 1], [1, 1], [0, 1], [1, 0]], bool)
+    hits = np.array([[1, 0], [0, 0], [1, 1], [1, 1], [1, 1], [0, 1], [1, 0]], float)
     probs = np.arange(14).reshape(7, 2) / 14
-    reached, found = walk(hits, probs)
+    reached, found = walk(hits, probs, np.full(8, 0.5))
     # Place 0 accepts one draft, so the next anchor is 2; that accepts two, so 5; that none, so 6.
     assert reached.tolist() == [[1, 1], [1, 1], [1, 0], [1, 1]]
     expected = probs[[0, 2, 5, 6]]
@@ -198,12 +214,37 @@ def test_a_walk_goes_from_round_to_round_as_a_decoder_does() -> None:
     assert found.tolist() == expected.tolist()
 
 
+def test_a_draft_that_may_be_kept_is_kept_by_the_coin_of_its_token() -> None:
+    kept, overlaps = np.full((5, 2), 0.5), np.full((5, 2), 0.25)
+    # Anchors stand at 0, at 1 (no draft kept), and at 4 (two kept).
+    reached, found = walk(kept, overlaps, np.array([0.9, 0.1, 0.1, 0.9, 0.9, 0.9]))
+    assert reached.tolist() == [[1, 0.5]] * 3
+    assert found.tolist() == [[0.25, 0.125]] * 3
+    assert len(walk(kept, overlaps, np.full(6, 0.9))[0]) == 5
+
+
+@pytest.mark.parametrize("too_often", [False, True])
+def test_the_walk_of_drawn_drafts_estimates_what_a_decoder_keeps(too_often: bool) -> None:
+    """Rounds of two drafts from q = (.7, .2, .1) under p = (.3, .5, .2): 20,000 texts, within five standard errors of
+    the overlap .6 and its square, but in one run of a million. Drafts that are always kept are told apart."""
+    p, q = np.array([0.3, 0.5, 0.2]), np.array([0.7, 0.2, 0.1])
+    rng = np.random.default_rng(0)
+    texts, coins = rng.choice(3, size=(20_000, 2), p=p), rng.random((20_000, 2))
+    kept = np.ones(3) if too_often else np.minimum(1, q / p)
+    overlap = float(np.minimum(p, q).sum())
+    found = np.array(
+        [walk(kept[text][None], np.full((1, 2), overlap), own)[1].sum() for text, own in zip(texts, coins, strict=True)]
+    )
+    near = abs(found.mean() - (overlap + overlap**2)) < 5 * found.std() / len(found) ** 0.5
+    assert near != too_often
+
+
 def test_the_walk_estimates_what_the_probabilities_say() -> None:
     """Coins of known probability, 4,000 texts of one round: the mean is within five standard errors of
     sum_k prod_(j <= k) p_j, but in one run of a million."""
     p = np.array([[0.8, 0.6, 0.3]])
-    coins = np.random.default_rng(0).random((4000, 1, 3)) < p
-    sums = np.array([walk(hits, p)[1].sum() for hits in coins])
+    coins = (np.random.default_rng(0).random((4000, 1, 3)) < p).astype(float)
+    sums = np.array([walk(hits, p, np.full(3, 0.5))[1].sum() for hits in coins])
     expected = float(np.cumprod(p).sum())
     assert abs(sums.mean() - expected) < 5 * sums.std() / 4000**0.5
     # Counting accepted drafts estimates the same with more noise.

@@ -117,9 +117,10 @@ def test_the_card_says_how_it_was_made_and_how_well_it_drafts(made: tuple) -> No
         assert fact in card
     assert record["options"]["loop"]["gamma"] == 3.0
     assert record["steps"] == record["last"]["step"] == 6
-    assert [row["config"] for row in evaluation["rows"]] == ["greedy", "topp95", "topk50"] * 2
+    judged = ["greedy likeliest", "topp95 likeliest", "topp95 drawn", "topk50 likeliest", "topk50 drawn"]
+    assert [f"{row['config']} {row['drafts']}" for row in evaluation["rows"]] == judged * 2
     for row in evaluation["rows"]:
-        assert f"| {row['prompts']} | {row['config']} | {row['num_texts']} |" in card
+        assert f"| {row['prompts']} | {row['config']} | {row['drafts']} | {row['num_texts']} |" in card
         assert len(row["by_slot"]) == 3
         assert row["decoded"] is not None
     assert not re.search(r"\{|None|nan", card)

@@ -30,6 +30,8 @@ from equivtest.decoder.config import ModelConfig, config_from_hf
 from equivtest.decoder.drafters.dflash_layers import Layer, MarkovHead, RMSNorm
 from equivtest.decoder.weights import load_weights, read_json
 from equivtest.errors import ModelUnavailable, UnsupportedModel
+from equivtest.kernels.contract import RowParams
+from equivtest.kernels.markov import markov_law
 from equivtest.kernels.registry import get_backend
 
 MAX_FILE_BYTES = 16_000_000
@@ -267,13 +269,33 @@ class DFlashNetwork(nn.Module):
         hidden: [N, K, hidden_size] of `forward`'s rows that predict drafts. anchor_ids: int64 [N]. head: the target's,
         [vocab_size, hidden_size].
         """
-        if self.markov_head is None or successors is None:
+        if successors is None:
             return (hidden.to(head.dtype) @ head.T).argmax(dim=-1)
+        logits, gates = self._opened(hidden, anchor_ids, head, successors)
+        return get_backend("reference").layers.markov_drafts(logits, gates, successors, head).token_ids
+
+    def draft_laws(
+        self, hidden: Tensor, previous_ids: Tensor, head: Tensor, successors: Tensor, law: RowParams
+    ) -> Tensor:
+        """float32 [N, K, vocab_size], what a decoder draws the draft of each place from. For one with a Markov head.
+
+        hidden, head: see `drafts`. previous_ids: int64 [N, K], the token before each place, the anchor first. law: of
+        N * K rows.
+        """
+        logits, gates = self._opened(hidden, previous_ids[:, 0], head, successors)
+        gates[:, 0] = 0  # these logits know the token before
+        rows = logits.flatten(0, 1)
+        out = torch.empty(rows.shape, device=rows.device)
+        markov_law(rows, gates.flatten(0, 1), successors, head, law, previous_ids.flatten(), out)
+        return out.view(logits.shape)
+
+    def _opened(self, hidden: Tensor, anchor_ids: Tensor, head: Tensor, successors: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, K, vocab_size], the first place's behind its anchor, the others' behind nothing yet; and gates."""
+        assert self.markov_head is not None
         gates = self.markov_head.gates(hidden)
         fed = hidden.clone()
         fed[:, 0] += gates[:, 0] * successors[anchor_ids]
-        logits = fed.to(head.dtype) @ head.T
-        return get_backend("reference").layers.markov_drafts(logits, gates, successors, head).token_ids
+        return fed.to(head.dtype) @ head.T, gates
 
     def block_token_ids(self, anchors: Tensor) -> Tensor:
         """[..., block_size]: each anchor (int64 [...]) and mask tokens."""
