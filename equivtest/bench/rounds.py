@@ -38,7 +38,8 @@ TIME_COLUMNS = (
     "plain_ms", "draft_ms", "verify_ms", "accept_ms", "rest_ms", "round_ms", "host_round_ms", "gap_ms",
 )  # fmt: skip
 PAY_COLUMNS = ("accepted", "by_slot", "break_even", "token_ms", "best")
-_MIN_TEXTS = 16
+_TEXTS = {GREEDY: 16, SAMPLED: 64}
+"""The least number of each law: greedy answers to one prompt are the same, drawn ones tell more of `accepted`."""
 
 
 def bench_rounds(
@@ -51,8 +52,9 @@ def bench_rounds(
 ) -> Measured:
     """One row for every number of requests at once, law (greedy, T .8 top_p .95) and draft length that the drafter has.
 
-    At least 16 texts of `max_tokens` answer the built-in prompts; device times are of the first of them, from their
-    middle on. See `profile` for the columns. `options.drafter`, `draft_len` and `max_batch` are not looked at.
+    At least 16 greedy and 64 drawn texts of `max_tokens` answer the built-in prompts; device times are of the first of
+    them, from their middle on. See `profile` for the columns. `options.drafter`, `draft_len` and `max_batch` are not
+    looked at.
 
     Raises InvalidSetting for kernels that need the host in every round, and what `DecoderEngine.open` does.
     """
@@ -75,7 +77,7 @@ def bench_rounds(
     table: list[Row] = []
     for count, params in itertools.product(concurrency, (GREEDY, SAMPLED)):
         tell(f"c{count}, {NAMES[params]}, drafts {', '.join(map(str, lens))} of at most {longest}")
-        requests = requests_for(engine, [params] * (-(-_MIN_TEXTS // count) * count), max_tokens=max_tokens)
+        requests = requests_for(engine, [params] * (-(-_TEXTS[params] // count) * count), max_tokens=max_tokens)
         keys = {"concurrency": count, "sampling": NAMES[params]}
         table += [keys | row for row in profile(executor, rounds, requests, count, lens)]
     subject = {"asked": asdict(asked), "subject": dict(engine.describe()), "max_tokens": max_tokens}

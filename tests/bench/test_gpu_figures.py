@@ -113,34 +113,40 @@ SAMPLING = ("greedy", "T .8 top_p .95")
 @pytest.mark.parametrize(
     ("speedup", "accepted", "alone", "word", "expected"),
     [
-        (1.31, 2.1, 1.04, "equivalent", [True] * 16 + [None] + [True] * 6),
-        (0.99, 1.4, 1.06, "invalid", [False] * 16 + [None] + [False, True, True] * 2),
+        (1.31, 2.1, 1.04, "equivalent", [True, None] * 2 + [True] * 14 + [None] + [True] * 6),
+        (0.99, 1.4, 1.06, "invalid", [False, None] * 2 + [False] * 14 + [None] + [False, True, True] * 2),
     ],
 )
 def test_what_is_wanted_of_the_drafter(
     tmp_path: Path, speedup: float, accepted: float, alone: float, word: str, expected: list[bool | None]
 ) -> None:
-    on = {"spec": "on", "speedup": speedup, "accepted_per_round": accepted, "draft_len": 5}
+    on = {"spec": "on", "speedup": speedup, "accepted_per_round": 0.9, "draft_len": 3}
     off = {"spec": "off", "speedup": 9.0, "accepted_per_round": 9.0, "draft_len": 0}
     rows = [{"concurrency": c, "sampling": s, **arm} for c in (1, 8, 16) for s in SAMPLING for arm in (off, on)]
     write(tmp_path / "tpot-dflash.json", rows)
     mixed = [{"batch": "4 greedy + 4 sampled", "requests": s, "against_alone": alone, **on} for s in SAMPLING]
     write(tmp_path / "mixed-dflash.json", mixed)
-    write(tmp_path / "rounds.json", timed_rounds(speedup))
+    write(tmp_path / "rounds.json", timed_rounds(speedup, accepted))
     for rule in ("chain", "match"):
         write(tmp_path / f"gate-dflash-{rule}" / "verdict.json", [], verdict=word, controls=controls(True, True))
     assert held(tmp_path, "dflash") == expected
+    lines = [figure.line() for figure in figures(tmp_path, ("dflash",))]
+    assert lines[0].endswith(f"draft_len 5: wanted at least 2 tokens, measured {accepted} tokens")
+    assert lines[1].endswith("draft_len 3: wanted a statement, measured 0.9 tokens")
 
 
-def timed_rounds(speedup: float) -> list[dict]:
-    """As fast as asked at the length that pays best; at the other ten times that."""
+def timed_rounds(speedup: float, accepted: float) -> list[dict]:
+    """As fast as asked at the length that pays best, which is not the longest; at that ten times as fast. The longest
+    alone has the drafts accepted that are asked for; the other has more, and so has one at other concurrency."""
     stages = {"plain_ms": 0.4, "verify_ms": 0.5, "draft_ms": 0.1}
+    kept = {1: {3: 9.0, 5: accepted}}
     return [
-        {"concurrency": c, "sampling": s, "draft_len": length, **stages, "token_ms": 0.4 / ratio, "best": length == 5}
-        for c in (1, 8, 16)
+        {"concurrency": c, "sampling": s, "draft_len": length, **stages, "token_ms": 0.4 / ratio, "best": length == 3,
+         "accepted": kept.get(c, {}).get(length, 9.0)}
+        for c in (8, 1, 16)
         for s in SAMPLING
-        for length, ratio in ((3, 10 * speedup), (5, speedup))
-    ]
+        for length, ratio in ((3, speedup), (5, 10 * speedup))
+    ]  # fmt: skip
 
 
 def test_sampled_requests_alone_must_gain_more_and_one_at_a_time(tmp_path: Path) -> None:
@@ -150,10 +156,10 @@ def test_sampled_requests_alone_must_gain_more_and_one_at_a_time(tmp_path: Path)
         tmp_path / "tpot-dflash.json", [{"concurrency": c, "sampling": s, **row} for c in (1, 8, 16) for s in SAMPLING]
     )
     expected = [True] * 3 + [False, True, True]
-    assert held(tmp_path, "dflash")[2:14:2] == expected
-    assert held(tmp_path, "dflash")[3:14:2] == [False] * 6  # not measured
-    write(tmp_path / "rounds.json", timed_rounds(1.1))
-    assert held(tmp_path, "dflash")[3:14:2] == expected
+    assert held(tmp_path, "dflash")[4:16:2] == expected
+    assert held(tmp_path, "dflash")[5:16:2] == [False] * 6  # not measured
+    write(tmp_path / "rounds.json", timed_rounds(1.1, 2.0))
+    assert held(tmp_path, "dflash")[5:16:2] == expected
 
 
 def test_without_a_file_nothing_is_held(tmp_path: Path) -> None:
