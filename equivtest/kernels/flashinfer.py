@@ -49,6 +49,10 @@ from equivtest.rng import Purpose
 
 _MAX_INDEX = 2**32
 """FlashInfer indexes probabilities with 32 bits."""
+_JUST_BELOW_ONE = 1 - 2.0**-22
+"""Times a draft's probability. FlashInfer keeps a draft where u q < p, with u up to 1, so it can reject one of which
+max(p - q, 0) leaves nothing anywhere: a sure token by the coin 1, or where p and q are both 1 in float32 for another
+token. Then 0.7.4 puts out no token. With this q something is left; the law moves by 2.4e-7 of itself at the most."""
 
 _log = logging.getLogger("equivtest")
 
@@ -109,7 +113,9 @@ class FlashInferBackend:
     def _law(self, logits: Tensor, params: RowParams) -> Tensor:
         """The one pipeline: every law of this backend, for plain sampling and for verification, is made here."""
         greedy = params.temperature == 0
-        probs: Tensor = self._sampling.softmax(logits.float(), torch.where(greedy, 1.0, params.temperature))
+        temperature = torch.where(greedy, 1.0, params.temperature)
+        # Launched early, softmax of 0.6.13 reads the temperatures before the kernel that writes them is waited for.
+        probs: Tensor = self._sampling.softmax(logits.float(), temperature, enable_pdl=False)
         vocab_size = logits.shape[1]
         counts = torch.where(params.top_k == 0, vocab_size, params.top_k.clamp(max=vocab_size))
         if bool((counts < vocab_size).any()):
@@ -148,7 +154,7 @@ class FlashInferBackend:
                 emitted = telemetry = counters
             else:
                 ids = draft_token_ids[part, :count].contiguous()
-                q = None if draft_probs is None else draft_probs[part, :count].contiguous()
+                q = None if draft_probs is None else draft_probs[part, :count] * _JUST_BELOW_ONE
                 tokens, telemetry, emitted = self._chain(ids, q, laws, keys, scratch)
             padded = torch.full((len(rows), num_rows), PADDING, dtype=torch.int64, device=tokens.device)
             padded[:, : count + 1] = tokens
@@ -165,7 +171,10 @@ class FlashInferBackend:
         keys: Tensor,
         scratch: SpecScratch,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, K+1], telemetry and emitted [B] of rows that all have K drafts."""
+        """Tokens [B, K+1], telemetry and emitted [B] of rows that all have K drafts.
+
+        draft_probs: times _JUST_BELOW_ONE.
+        """
         batch, max_draft = draft_token_ids.shape
         sure = draft_probs is None
         if draft_probs is None:
@@ -226,7 +235,7 @@ class FlashInferBackend:
 
 
 class _PointMasses:
-    """Dense point masses at drafts, in memory that is all zeros between calls."""
+    """Dense point masses at drafts, of _JUST_BELOW_ONE, in memory that is all zeros between calls."""
 
     def __init__(self) -> None:
         self._flat: Tensor | None = None
@@ -238,7 +247,7 @@ class _PointMasses:
             self._flat = torch.zeros(size, device=draft_token_ids.device)
         shape = (*draft_token_ids.shape, scratch.vocab_size)
         self._view = self._flat[: draft_token_ids.numel() * scratch.vocab_size].view(shape)
-        return self._view.scatter_(2, draft_token_ids[:, :, None], 1.0)
+        return self._view.scatter_(2, draft_token_ids[:, :, None], _JUST_BELOW_ONE)
 
     def clear(self, draft_token_ids: Tensor) -> None:
         """Take back what `put` wrote, and nothing else."""

@@ -214,6 +214,30 @@ def test_a_rejected_draft_is_counted_again_in_old_telemetry() -> None:
         assert over == 0.0
 
 
+def test_a_token_is_put_out_where_p_and_q_leave_nothing_to_draw_from(backend: KernelBackend) -> None:
+    """q is larger than p wherever p is not 1."""
+    p, q = (np.array([[eps, 1, eps, eps]], np.float32) for eps in (1e-9, 1e-8))
+    accepted = chain(backend, np.zeros((10_000, 1), np.int64), np.repeat(p, 2, axis=0), q)
+    rejected = accepted.output_token_ids[accepted.emitted == 0]
+    assert 0.88 < len(rejected) / 10_000 < 0.92
+    assert rejected[:, 0].eq(1).all()
+
+
+def test_with_q_as_it_is_the_token_that_can_be_drawn_is_missed() -> None:
+    """The twin of the test above. 0.7.4 puts out no token, 0.6.13 whatever its memory held."""
+    p, q = (
+        torch.tensor([eps, 1, eps, eps], device=DEVICE).expand(10_000, rows, 4).contiguous()
+        for eps, rows in ((1e-9, 2), (1e-8, 1))
+    )
+    ids = torch.zeros(10_000, 1, dtype=torch.int32, device=DEVICE)
+    seed, offset = (torch.full((1,), value, dtype=torch.int64, device=DEVICE) for value in (5, 0))
+    counters = torch.zeros(2, 10_000, dtype=torch.int32, device=DEVICE)
+    tokens, *_ = sampling().chain_speculative_sampling(q, ids, p, *counters, seed=seed, offset=offset)
+    rejected = tokens[counters[1] == 0, 0]
+    assert float(rejected.eq(1).double().mean()) < 0.9
+    assert bool(rejected.lt(0).all()) or version() < (0, 7, 4)
+
+
 # memory
 
 

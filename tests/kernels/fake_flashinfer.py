@@ -1,7 +1,8 @@
 """What FlashInfer's sampling functions do, in torch on the CPU: which coins they draw and what they do with them.
 
 Written from the kernels of 0.6.13 and 0.7.4, of which it has the differences that reach a caller: whose seeds are
-read, how far a generator advances by itself, and which drafts the telemetry counts.
+read, how far a generator advances by itself, which drafts the telemetry counts, and what is put out where nothing is
+left to draw from: nothing in 0.7.4, here nothing in either.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class FakeSampling:
     def __init__(self, version: str) -> None:
         self.old = version == "0.6.13"
         self.calls: list[tuple[str, list[int], list[int], int]] = []
+        self.coin: float | None = None
+        """What every coin shows; None: what it does."""
         self._offsets: dict[int, int] = {}
 
-    def softmax(self, logits: Tensor, temperature: Tensor) -> Tensor:
+    def softmax(self, logits: Tensor, temperature: Tensor, *, enable_pdl: bool | None = None) -> Tensor:
         return (logits / temperature[:, None]).softmax(dim=-1)
 
     def top_k_renorm_probs(self, probs: Tensor, top_k: Tensor) -> Tensor:
@@ -80,7 +83,9 @@ class FakeSampling:
         weights = target_probs.double().numpy()[rows, count]
         q_rows = draft_probs.double().numpy()[rows, np.minimum(count, width - 1)]
         weights = np.where((count < width)[:, None], np.maximum(weights - q_rows, 0), weights)
-        last = draw(weights, np.where(count < width, u[:, width + 1], u[:, width]))
+        below_one = np.minimum(np.where(count < width, u[:, width + 1], u[:, width]), 1 - 2.0**-24)
+        last = draw(weights, below_one)
+        last = np.where(weights.any(axis=1), last, -1)
         tokens = np.full((batch, width + 1), -1)
         tokens[:, :width] = np.where(slots < count[:, None], draft_token_ids.numpy(), -1)
         tokens[rows, count] = last
@@ -99,7 +104,8 @@ class FakeSampling:
         with np.errstate(over="ignore"):
             keys = seed.numpy()[read] ^ (np.arange(batch) * np.int64(0x9E3779B97F4A7C1))
         positions = offset.numpy()[read].repeat(batch) if len(offset[read]) == 1 else offset.numpy()
-        return uniforms(keys[:, None], positions[:, None] + np.arange(count), Purpose.PLAIN)
+        u = uniforms(keys[:, None], positions[:, None] + np.arange(count), Purpose.PLAIN)
+        return u if self.coin is None else np.full_like(u, self.coin)
 
 
 class OnCpu(FlashInferBackend):

@@ -100,6 +100,40 @@ def test_an_inflated_draft_is_rejected(backend: OnCpu) -> None:
     assert smallest_p_value(chain(backend, drafts, inflated, None).output_token_ids.numpy(), p, q) < REJECT_BELOW
 
 
+ONE = np.array([0, 1, 0, 0, 0, 0, 0], np.float32)
+NEARLY = {eps: np.array([eps, 1, eps, eps, eps, eps, eps], np.float32) for eps in (1e-9, 1e-8)}
+
+
+@pytest.mark.parametrize(
+    ("draft", "p", "q", "coin", "count"),
+    [
+        (1, ONE, None, 1.0, 2),
+        (1, ONE * (1 - 2**-24), None, 1.0, 2),  # as a renormalised law may have it
+        (1, ONE, ONE, 1.0, 2),
+        (1, NEARLY[1e-8], NEARLY[1e-8], 1.0, 2),
+        (0, NEARLY[1e-9], NEARLY[1e-8], 0.5, 0),  # the draft is rejected, and q is larger wherever p is not 1
+    ],
+)
+def test_a_token_is_put_out_where_p_and_q_leave_nothing_to_draw_from(
+    backend: OnCpu, draft: int, p: np.ndarray, q: np.ndarray | None, coin: float, count: int
+) -> None:
+    """The twin: with q as it is the kernel puts out none."""
+    backend.fake.coin = coin
+    drafts, laws = np.full((3, 2), draft), np.tile(p, (3, 1))
+    accepted = chain(backend, drafts, laws, None if q is None else np.tile(q, (2, 1)))
+    assert accepted.emitted.tolist() == [count] * 3
+    assert accepted.output_token_ids[:, : count + 1].eq(1).all()
+    rows = torch.tensor(np.tile(ONE if q is None else q, (1, 2, 1)))
+    plain, _, emitted = backend.fake.chain_speculative_sampling(
+        rows,
+        torch.tensor(drafts[:1]),
+        torch.tensor(laws)[None],
+        seed=torch.zeros(1).long(),
+        offset=torch.zeros(1).long(),
+    )
+    assert (emitted.item(), plain[0, 0].item()) == (0, -1)
+
+
 def test_point_masses_of_a_call_are_gone_in_the_next(backend: OnCpu) -> None:
     """Rows, widths and vocabularies that change reuse the memory; a mass left there would take from the residual."""
     scratch = SpecScratch(NUM_ROWS, 3, VOCAB)
